@@ -14,7 +14,7 @@ stages::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -51,6 +51,7 @@ class Graph:
         problem: the placement problem; its links are all alike.
         nodes: its layers, joined where they must be together.
         windows: by node, the first and the last stage that it can be at.
+        left_out: unordered nodes that every ideal holds and no net touches.
 
     Attributes:
         needs: by node, those that it reads from.
@@ -59,16 +60,24 @@ class Graph:
         cost_ms: by net, what it costs each stage that it touches where it is cut, at the least.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, windows: Windows) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        windows: Windows,
+        left_out: Collection[int] = (),
+    ) -> None:
         self.count = len(nodes.nodes)
         arcs = sorted(nodes.arcs(arcs_of(problem.values)))
         self.needs: list[list[int]] = [[] for _ in range(self.count)]
         for source, reader in arcs:
             self.needs[reader].append(source)
         self.first, self.last = along(arcs, windows)
+        for node in left_out:
+            self.first[node] = self.last[node] = 0
         costs: dict[tuple[int, ...], float] = {}
         for net in joined_nets(problem, nodes):
-            pins = tuple(sorted({net.source, *net.readers}))
+            pins = tuple(sorted({net.source, *net.readers}.difference(left_out)))
             if len(pins) > 1:
                 costs[pins] = costs.get(pins, 0.0) + net.there_ms + net.back_ms
         self.cost_ms = np.array(list(costs.values()))

@@ -42,9 +42,14 @@ from placer.solver.contiguous.ideal_frontiers import (
     next_frontier,
 )
 from placer.solver.contiguous.transfer_windows import narrowed_windows
+from placer.solver.contiguous.unordered_nodes import (
+    UnorderedLoads,
+    UnorderedNodes,
+    unordered_nodes,
+)
 from placer.solver.cpsat.capacity import most_within, work_on
 from placer.solver.cpsat.runner import PER_WORK, Meter
-from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 
 MOST_STATES = 64
@@ -73,6 +78,7 @@ def best_chain(
     upper: float = inf,
     meter: Meter | None = None,
     over: Callable[[], bool] = lambda: False,
+    left_out: Sequence[int] = (),
 ) -> Cut | None:
     """Return the best chain of ideals, or None if there are too many ideals.
 
@@ -82,6 +88,8 @@ def best_chain(
         upper: only chains with a bottleneck of at most this count, in milliseconds.
         meter: counts the work.
         over: asked stage by stage; ends the search as if there were too many ideals.
+        left_out: unordered nodes that ideals leave out, see ``unordered_nodes.py``. The placement
+            puts them on any device.
 
     Returns:
         The placement of the best chain, and a bound that holds for all placements. The bound counts
@@ -90,19 +98,18 @@ def best_chain(
     """
     if not all(nodes.allowed):
         return Cut(None, inf)
-    if too_loose(problem, nodes):
+    if not left_out and too_many_unordered(problem, nodes):
         return None
-    chains = _Chains(problem, nodes, upper)
+    chains = _Chains(problem, nodes, upper, left_out)
     found = chains.best(over)
     if meter is not None:
         meter.done += chains.pairs / PER_WORK.pairs
     return found
 
 
-def too_loose(problem: Problem, nodes: Reduction) -> bool:
-    """Return whether nodes without order are so many that there are too many ideals."""
-    ordered = {node for arc in nodes.arcs(arcs_of(problem.values)) for node in arc}
-    return len(nodes.nodes) - len(ordered) > log2(MOST_IDEALS)
+def too_many_unordered(problem: Problem, nodes: Reduction) -> bool:
+    """Return whether there are too many ideals because of unordered nodes alone."""
+    return len(unordered_nodes(problem, nodes)) > log2(MOST_IDEALS)
 
 
 @dataclass(frozen=True)
@@ -148,12 +155,22 @@ def _classes(
 class _Chains:
     """The tables of the dynamic program, frontier by frontier."""
 
-    def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
+    def __init__(
+        self, problem: Problem, nodes: Reduction, upper: float, left_out: Sequence[int]
+    ) -> None:
         self.problem, self.nodes, self.upper = problem, nodes, upper
+        self.left_out = left_out
         self.within = upper * (1 + ROUNDING)
         self.limited = memory_bounds.can_bind(problem)
         self.state_bytes = np.array(memory_bounds.state_of_nodes(problem, nodes), np.float64)
         works = np.array([work_on(problem, nodes, one[0]) for one in problem.alike_devices()])
+        self.unordered: UnorderedNodes | None = None
+        if left_out:
+            state = self.state_bytes * self.limited
+            self.unordered = UnorderedNodes(problem, nodes, left_out, works, state)
+            kept = ~np.isin(np.arange(len(nodes.nodes)), left_out)
+            works = np.where(kept, works, 0.0)
+            self.state_bytes = np.where(kept, self.state_bytes, 0.0)
         self.classes, self.fastest = _classes(problem, works, self.state_bytes, upper)
         ranges = [range(len(one.members) + 1) for one in self.classes]
         self.states: list[list[Counts]] = [[] for _ in range(problem.most_devices + 1)]
@@ -165,7 +182,7 @@ class _Chains:
     def graph(self) -> Graph:
         """The nodes, with what is known of their stages."""
         windows = narrowed_windows(self.problem, self.nodes, self.upper)
-        return Graph(self.problem, self.nodes, windows)
+        return Graph(self.problem, self.nodes, windows, self.left_out)
 
     def best(self, over: Callable[[], bool]) -> Cut | None:
         """Return the smallest bottleneck, and a placement that has it, or about it.
@@ -228,10 +245,16 @@ class _Chains:
         if self.pairs + pairs > MOST_PAIRS:
             return False
         self.pairs += pairs
-        between = Between(before, behind)
+        between, added = Between(before, behind), self._added(before, behind)
         for rows, columns in blocks:
-            self._through(rows, columns, between, values)
+            self._through(rows, columns, between, added, values)
         return True
+
+    def _added(self, before: Frontier, behind: Frontier) -> UnorderedLoads | None:
+        """Return what unordered nodes add to stages between two frontiers; None without any."""
+        if self.unordered is None:
+            return None
+        return UnorderedLoads(self.unordered, before, behind)
 
     def _blocks(self, begins: Vector, ends: Vector) -> Iterator[tuple[slice, slice]]:
         """Yield ranges of ideals and of their possible successors, both by work."""
@@ -244,10 +267,15 @@ class _Chains:
                 yield slice(start, stop), slice(first, last)
 
     def _through(
-        self, rows: slice, columns: slice, between: Between, values: dict[Counts, Vector]
+        self,
+        rows: slice,
+        columns: slice,
+        between: Between,
+        added: UnorderedLoads | None,
+        values: dict[Counts, Vector],
     ) -> None:
         """Take into account the chains from some ideals of a frontier to some of the next."""
-        loads = self._loads(rows, columns, between)
+        loads = self._loads(rows, columns, between, added)
         for counts, value in values.items():
             for kind in kinds_left(counts):
                 known = self.reached[one_less(counts, kind)][rows]
@@ -255,7 +283,9 @@ class _Chains:
                     through = np.maximum(loads[kind], known[:, None]).min(axis=0)
                     value[columns] = np.minimum(value[columns], through)
 
-    def _loads(self, rows: slice, columns: slice, between: Between) -> list[Table]:
+    def _loads(
+        self, rows: slice, columns: slice, between: Between, added: UnorderedLoads | None
+    ) -> list[Table]:
         """Return, by class, earlier and later ideal, the load of a device with the difference.
 
         It is infinite where no device of the class can.
@@ -263,10 +293,13 @@ class _Chains:
         moved = between.transfers(rows, columns)
         unable = between.weight(rows, columns, self.state_bytes) if self.limited else None
         found = []
-        for one in self.classes:
+        for kind, one in enumerate(self.classes):
             banned = one.work == inf
             load = moved.copy() if one.taxed else np.where(moved < inf, 0.0, inf)
             load += between.weight(rows, columns, np.where(banned, 0.0, one.work))
+            if added is not None and one.taxed:
+                left_bytes = 0.0 if unable is None else one.room - unable
+                load += added.load(rows, columns, kind, left_bytes)
             if unable is not None:
                 load[unable > one.room] = inf
             if banned.any():
@@ -349,8 +382,8 @@ class _Chains:
             assert place is not None
             before, behind = self.frontiers[stage - 1], self.frontiers[stage]
             end = behind.some(slice(place, place + 1))
-            last = Between(before, end)
-            loads = self._loads(slice(None), slice(None), last)
+            last, added = Between(before, end), self._added(before, end)
+            loads = self._loads(slice(None), slice(None), last, added)
             options = [
                 (np.maximum(loads[kind][:, 0], self.reached[one_less(counts, kind)]), kind)
                 for kind in kinds_left(counts)

@@ -18,10 +18,11 @@ from math import inf
 from typing import NamedTuple
 
 from placer.solver.chain import initial_placements
-from placer.solver.contiguous import ideals, part_bounds
+from placer.solver.contiguous import ideals, part_bounds, stage_scope
 from placer.solver.contiguous.merges import merged
 from placer.solver.contiguous.redivision import redivide
 from placer.solver.contiguous.stage_program import StageModel
+from placer.solver.contiguous.unordered_nodes import UnorderedModel, unordered_nodes
 from placer.solver.cpsat.runner import Answer, Meter
 from placer.solver.enumeration import every_map
 from placer.solver.reduce import Reduction, reduced
@@ -70,16 +71,18 @@ def few_ideals(search: Search) -> None:
 
     The smaller the threshold, the fewer ideals there are. So with too many ideals it asks for
     smaller thresholds. A chain within the threshold is the best of all; a threshold without a chain
-    is a bound.
+    is a bound. Ideals leave unordered nodes out if there are too many of them.
     """
     threshold, tries = search.better(), 0
     while _worth_chains(search, threshold) and tries < MOST_TRIES and not search.over(1.0):
         nodes = nodes_within(search, threshold)
-        if ideals.too_loose(search.problem, nodes):
-            search.too_many = threshold
-            return
+        left_out = (
+            unordered_nodes(search.problem, nodes)
+            if ideals.too_many_unordered(search.problem, nodes)
+            else []
+        )
         chain = ideals.best_chain(
-            search.problem, nodes, threshold, search.meter, lambda: search.over(1.0)
+            search.problem, nodes, threshold, search.meter, lambda: search.over(1.0), left_out
         )
         if chain is None:
             search.too_many, tries = threshold, tries + 1
@@ -89,11 +92,26 @@ def few_ideals(search: Search) -> None:
             if len(nodes.nodes) == 1:
                 # no ideals are needed to tell so; more orders find better thresholds sooner
                 return
+        elif left_out:
+            search.prove(min(chain.bound, search.nothing_below()))
+            _place_unordered(search, nodes, chain.devices, left_out)
+            # A better placement may join nodes, so that few unordered nodes remain.
+            search.too_many = threshold
+            return
         else:
             search.prove(min(chain.bound, search.nothing_below()))
             search.offer(chain.devices, "ideals")
             search.too_many = 0.0  # what is left open is more than ideals know
         threshold = (search.bound + search.too_many) / 2
+
+
+def _place_unordered(
+    search: Search, nodes: Reduction, devices: list[int], unordered: list[int]
+) -> None:
+    """Offer the best placement of the unordered nodes while the other nodes stay."""
+    if stage_scope.applies(search.problem):
+        model = UnorderedModel(search.problem, nodes, search.better(), devices, unordered)
+        search.offer(model.solve(search.limits(SWEEP.short)).devices, "ideals")
 
 
 def _worth_chains(search: Search, threshold: float) -> bool:
