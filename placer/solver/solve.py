@@ -238,7 +238,8 @@ class Portfolio(Search):
         if self.problem.contiguous:
             only_order = optimal_cuts.is_only_order(self.problem, self.nodes)
             self._cut_finer(SHARES.only_order if only_order else SHARES.finer_cuts)
-            stage_search.few_ideals(self)
+            # Better placements of other orders make ideals without unordered nodes quicker.
+            stage_search.few_ideals(self, all_nodes=True)
             if not only_order:
                 self._cut(initial_placements.other_orders)
             stage_search.few_ideals(self)

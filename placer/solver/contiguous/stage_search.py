@@ -66,21 +66,26 @@ MOST_TRIES = 2
 """The most thresholds with too many ideals that are tried one after another."""
 
 
-def few_ideals(search: Search) -> None:
+def few_ideals(search: Search, *, all_nodes: bool = False) -> None:
     """Solve a problem if its ideals are few.
 
     The smaller the threshold, the fewer ideals there are. So with too many ideals it asks for
     smaller thresholds. A chain within the threshold is the best of all; a threshold without a chain
-    is a bound. Ideals leave unordered nodes out if there are too many of them.
+    is a bound.
+
+    Args:
+        search: with a placement, or nothing is done.
+        all_nodes: whether ideals must have all nodes. Otherwise they leave out unordered nodes if
+            there are too many of them, which takes longer.
     """
     threshold, tries = search.better(), 0
     while _worth_chains(search, threshold) and tries < MOST_TRIES and not search.over(1.0):
         nodes = nodes_within(search, threshold)
-        left_out = (
-            unordered_nodes(search.problem, nodes)
-            if ideals.too_many_unordered(search.problem, nodes)
-            else []
-        )
+        left_out: list[int] = []
+        if ideals.too_many_unordered(search.problem, nodes):
+            if all_nodes:
+                return
+            left_out = unordered_nodes(search.problem, nodes)
         chain = ideals.best_chain(
             search.problem, nodes, threshold, search.meter, lambda: search.over(1.0), left_out
         )
@@ -92,14 +97,13 @@ def few_ideals(search: Search) -> None:
             if len(nodes.nodes) == 1:
                 # no ideals are needed to tell so; more orders find better thresholds sooner
                 return
-        elif left_out:
-            search.prove(min(chain.bound, search.nothing_below()))
-            _place_unordered(search, nodes, chain.devices, left_out)
-            # A better placement may join nodes, so that few unordered nodes remain.
-            search.too_many = threshold
-            return
         else:
             search.prove(min(chain.bound, search.nothing_below()))
+            if left_out:
+                _place_unordered(search, nodes, chain.devices, left_out)
+                # A better placement may join nodes, so that few unordered nodes remain.
+                search.too_many = threshold
+                return
             search.offer(chain.devices, "ideals")
             search.too_many = 0.0  # what is left open is more than ideals know
         threshold = (search.bound + search.too_many) / 2
@@ -109,8 +113,9 @@ def _place_unordered(
     search: Search, nodes: Reduction, devices: list[int], unordered: list[int]
 ) -> None:
     """Offer the best placement of the unordered nodes while the other nodes stay."""
-    if stage_scope.applies(search.problem):
-        model = UnorderedModel(search.problem, nodes, search.better(), devices, unordered)
+    problem = search.problem
+    if stage_scope.applies(problem) and stage_scope.worth_building(problem, nodes):
+        model = UnorderedModel(problem, nodes, search.better(), devices, unordered)
         search.offer(model.solve(search.limits(SWEEP.short)).devices, "ideals")
 
 

@@ -179,8 +179,6 @@ class UnorderedLoads:
 
 def _patterns(held: Counts) -> tuple[NDArray[np.int64], Table]:
     """Return, by ideal, the index of its row among the different rows, and these rows."""
-    if not held.size:
-        return np.zeros(len(held), np.int64), held[:1].astype(np.float64)
     # Bytes compare much faster than the rows that np.unique(axis=0) sorts.
     keys = np.ascontiguousarray(held).view(f"V{held.itemsize * held.shape[1]}")[:, 0]
     _, first, index = np.unique(keys, return_index=True, return_inverse=True)
