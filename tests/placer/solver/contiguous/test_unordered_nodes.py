@@ -73,7 +73,7 @@ def test_unordered_nodes_are_placed_while_the_other_nodes_stay(examples):
 
 
 def one_unordered_layer(chain, memory_bytes):
-    """Return a problem of two devices with l0 to l2 in a row and an unordered layer l3.
+    """Return a problem of two devices with a chain l0 to l2 and an unordered layer l3.
 
     l3 reads l0 for 6 ms, works 1 ms and has 3 bytes of parameters.
     """
