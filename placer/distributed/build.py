@@ -113,8 +113,8 @@ def build(
     _refuse_no_group(group)
     if dist.get_rank(group) < 0:
         raise InputError(
-            f"process {dist.get_rank()} is none of the group's: call build() in those of the group "
-            "alone"
+            f"process {dist.get_rank()} is not in the group: call build() only in the group's "
+            "processes"
         )
     with together(group, "build its part"):
         require_module(model)

@@ -178,9 +178,9 @@ def _blamed(
         read = bytes_text(sum(graph.values[name].bytes for name in layer.reads))
         written = bytes_text(sum(graph.values[name].bytes for name in layer.writes))
         text = (
-            f"layer {layer.name!r} does not fit on {device}: its state takes {state}, what it "
-            f"reads {read}, what it writes {written}, beside what it keeps; cut the model finer or "
-            f"take a smaller batch ({lines[0]})"
+            f"layer {layer.name!r} does not fit on {device}: its state takes {state}, its "
+            f"inputs {read}, its results {written}, in addition to saved tensors; choose a finer "
+            f"granularity or a smaller batch ({lines[0]})"
         )
     else:
         text = (

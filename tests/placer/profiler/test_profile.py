@@ -415,7 +415,7 @@ def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
     with torch.device("meta"):
         model = Huge()
     with pytest.raises(
-        ProfilingError, match=r"layer 'last' does not fit on cpu:0: its state takes 512.0 TiB, what"
+        ProfilingError, match=r"layer 'last' does not fit on cpu:0: its state takes 512.0 TiB, its"
     ):
         quick_profile(model, torch.randn(2, 4))
 

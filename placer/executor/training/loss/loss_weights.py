@@ -182,7 +182,7 @@ class Weighing:
         Raises:
             InputError: if ``weigh`` fails, or does not return a number for each sample.
         """
-        advice = "; it is given those of the step"
+        advice = "; it receives the step's inputs and target"
         if inputs is None:
             advice = (
                 "; the inputs are with the first of several processes, so weigh by the target, and "
@@ -246,7 +246,7 @@ def merged(options: BatchOptions, weigh: Weigh | None) -> BatchOptions:
             f"weigh is {weigh!r}; give a function of inputs and target, or leave it out"
         )
     if options.weigh is not None:
-        raise InputError("weigh is given twice: leave it out beside BatchOptions(weigh=...)")
+        raise InputError("weigh is given twice: give it only as BatchOptions(weigh=...)")
     return options.model_copy(update={"weigh": weigh})
 
 
