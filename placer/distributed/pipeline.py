@@ -258,7 +258,7 @@ class Pipeline:
         size = dist.get_world_size(self._group)
         if rank not in range(size):
             raise InputError(
-                f"rank={rank!r} is no process of this pipeline; give one from 0 to {size - 1}"
+                f"rank={rank!r} is not a process of this pipeline; give one from 0 to {size - 1}"
             )
         return checkpoint.gather(
             self.state_dict(), self._names.saved, rank, self.device, self._group

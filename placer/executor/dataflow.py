@@ -557,7 +557,7 @@ def _placement(given: Placement | Mapping[str, Any]) -> Placement:
         )
     if not isinstance(given, Placement) and "layer_devices" not in given:
         raise PlacementError(
-            f"a mapping of {', '.join(map(repr, list(given)[:3]))} is no placement; a map of "
-            "layers goes into flow.layer_gpus.update(...), and then flow.update_flow()"
+            f"a mapping with the keys {', '.join(map(repr, list(given)[:3]))} is not a placement; "
+            "put a map of layers into flow.layer_gpus.update(...), and then flow.update_flow()"
         )
     return placing(given)

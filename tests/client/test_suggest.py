@@ -276,18 +276,18 @@ def test_an_argument_that_cannot_be_used_is_told_before_the_model_is_measured(mo
     [
         (
             {"objective": "step", "batch_size": 17, "batch_sizes": (8, 4)},
-            "batch_size: 17 samples are no whole number of micro-batches of 4 or 8",
+            "batch_size: 17 samples cannot be divided into micro-batches of 4 or 8",
         ),
         (
             {"objective": "step", "batch_size": 17},
-            "batch_size: 17 samples are no whole number of micro-batches of 2;",
+            "batch_size: 17 samples cannot be divided into micro-batches of 2;",
         ),
         (
             {"objective": "step", "batch_size": 8, "batch_sizes": (0,)},
             r"batch_sizes=\(0,\): give different whole",
         ),
         ({"batch_sizes": (4, 8)}, "profiles: only objective 'step' chooses it"),
-        ({"constraints": placer.Constraints(min_devices=5)}, "min_devices is 5, but there are 2"),
+        ({"constraints": placer.Constraints(min_devices=5)}, "min_devices is 5, but the cluster has 2 devices"),
         (
             {"constraints": {"pined": {}}},
             "SuggestOptions.constraints.pined: there is no such field; did you mean 'pinned'?",

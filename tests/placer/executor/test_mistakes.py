@@ -79,7 +79,7 @@ def test_a_device_beside_those_of_the_flow_is_one_of_them_once_a_map_or_a_placem
             '{"layer_devices": {"net1": "cpu:1"}}',
             "a str; give a Placement, which Placement.model_validate_json",
         ),
-        ({"layer_devices": {"net1": "cpu:1"}}, "this is no placement: .*status"),
+        ({"layer_devices": {"net1": "cpu:1"}}, "this is not a placement: .*status"),
     ],
 )
 def test_what_is_no_placement_is_told_apart(given: Any, told: str) -> None:
