@@ -109,7 +109,13 @@ def suggest(
         raise InputError(f"training is {training!r}; give True or False")
     direct = {"training": training, "objective": objective, "batch_size": batch_size}
     fields |= {name: given for name, given in direct.items() if given is not None}
-    asked = combined(SuggestOptions, options, fields)
+    for name in ("profile", "profiles"):
+        if name in fields:
+            raise InputError(
+                f"suggest has no argument {name!r}; pass a profile, or a list of profiles, as the"
+                " first argument: suggest(profile)"
+            )
+    asked = combined(SuggestOptions, options, fields, suggest)
     server = server or os.environ.get("PLACER_URL")
     request = question(
         model,
