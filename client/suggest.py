@@ -100,6 +100,8 @@ def suggest(
     Raises:
         InputError: an argument cannot be used. The message names it; where possible, before
             anything is measured.
+        BatchError: under objective ``step``, parts of the example inputs give other results than
+            the whole, so the samples lie elsewhere than ``batch_options`` says.
         MissingExtraError: torch is not installed.
         InfeasibleError: no placement meets the requirements.
         SolveLimitError: no placement was found in time.
@@ -176,6 +178,8 @@ def question(
     sizes = _sizes(module, inputs, asked)
     # Find faults of the request before minutes of measuring.
     _request(asked, _expected(sizes, asked, None if there else _names(devices)))
+    if asked.objective == "step":
+        _verify(module, inputs, asked)
     if there and server:
         with _waiting("measuring on the server", progress):
             measured = _measure_there(server, module, inputs, devices, asked)
@@ -272,6 +276,19 @@ def _sizes(model: nn.Module, example_inputs: Any, asked: SuggestOptions) -> list
     return profile_inputs.sizes(
         example_inputs, asked.batch_sizes, options, Parameters.from_module(model)
     )
+
+
+def _verify(model: nn.Module, example_inputs: Any, asked: SuggestOptions) -> None:
+    """Verify that the samples lie where the options say, since their number counts.
+
+    Raises:
+        BatchError: parts of the example inputs give other results than the whole.
+    """
+    from placer.executor.example_check import verify_example
+    from placer.profiler.profile_inputs import mode
+
+    with mode(model, asked.training is not False):
+        verify_example(model, example_inputs, asked.batch_options or BatchOptions())
 
 
 def _expected(sizes: list[int], asked: SuggestOptions, devices: list[str] | None) -> list[Profile]:
