@@ -161,7 +161,8 @@ class SolveOptions(Wire):
     explain: bool = False
     """Report what limits the placement and what would help most.
 
-    The solver uses the rest of the time limit to solve changed requests."""
+    The solver uses the rest of the time limit to solve changed requests: for each at most a second,
+    or ten times the time of the solve if that is longer."""
 
 
 class ProfileOptions(Wire):

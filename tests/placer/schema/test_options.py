@@ -50,7 +50,9 @@ def test_a_public_function_has_at_most_ten_parameters(name: str) -> None:
 
 
 def test_single_fields_add_to_an_options_object_of_a_base_class() -> None:
-    asked = combined(SuggestOptions, SolveOptions(chunks=4), {"granularity": "fine"}, placer.suggest)
+    asked = combined(
+        SuggestOptions, SolveOptions(chunks=4), {"granularity": "fine"}, placer.suggest
+    )
     assert (asked.chunks, asked.granularity, asked.objective) == (4, "fine", "throughput")
 
 
