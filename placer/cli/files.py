@@ -148,6 +148,8 @@ def load(file: str) -> Subject:
 def load_any(file: str) -> Subject | Progress:
     """Return the content of a JSON file, including the progress of a solve on a service."""
     text = read(file)
+    if not text.strip():
+        raise InputError(f"{_named(file)} is empty; give JSON, such as a profile or a placement")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

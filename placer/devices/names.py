@@ -104,6 +104,11 @@ def resolve(devices: int | Sequence[DeviceLike] | None) -> list[torch.device]:
                 f"devices is {devices!r}; give a number from 1, or a list, or omit it to use all "
                 "available devices"
             )
+        if devices > LAST_INDEX + 1:
+            raise InputError(
+                f"devices is {devices}, more than the {LAST_INDEX + 1} devices of a kind that torch"
+                " can name"
+            )
         devices = list(range(devices))
     if isinstance(devices, str | torch.device) or not isinstance(devices, Iterable):
         raise InputError(

@@ -205,7 +205,12 @@ def _given(layer: Layer, graph: LayerGraph) -> str:
     told = [
         f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}" for value in read
     ]
-    return f"; it reads the example inputs: {', '.join(told)}" if told else ""
+    if not told:
+        return ""
+    return (
+        f"; it reads the example inputs: {', '.join(told)}. Give inputs with which the model itself"
+        " runs"
+    )
 
 
 def _trained(graph: LayerGraph, layer: Layer) -> list[torch.Tensor]:

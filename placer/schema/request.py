@@ -120,9 +120,14 @@ class PlacementRequest(SolveOptions, Question):
             self._check_times(profile, cluster)
         self._check_sizes()
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
-            needs = "needs one (--bottleneck MS)" if self.objective == "devices" else "takes none"
+            if self.objective == "devices":
+                raise ValueError(
+                    "bottleneck_ms is missing: objective 'devices' needs the longest time of a"
+                    " device for one micro-batch (--bottleneck MS)"
+                )
             raise ValueError(
-                f"bottleneck_ms is {self.bottleneck_ms}: objective {self.objective!r} {needs}"
+                f"bottleneck_ms is {self.bottleneck_ms:g}, which only objective 'devices' uses; the"
+                f" objective is {self.objective!r}: leave bottleneck_ms out"
             )
         return self
 
@@ -157,7 +162,7 @@ class PlacementRequest(SolveOptions, Question):
             known = " or ".join(map(str, sorted(sizes)))
             raise ValueError(
                 f"batch_size: {self.whole_batch_size} samples cannot be divided into micro-batches "
-                f"of {known}; give a multiple, or a profile of another size"
+                f"of {known}; give a multiple, or a profile of another size (batch_sizes)"
             )
         profile, chunks = self.micro_batches()[-1]  # the largest number of micro-batches
         if chunks > MOST_CHUNKS_OF_A_STEP:

@@ -369,6 +369,12 @@ def test_an_input_that_happens_to_have_the_batchs_size_is_not_refused():
             "there is no device 'cpu:9'; did you mean 'cpu:1'?",
         ),
         ({"server": "localhost:80"}, "server 'localhost:80' is not the URL of a service"),
+        ({"server": "http://host:99999"}, "server 'http://host:99999' is not the URL of a service"),
+        (
+            {"objective": "devices"},
+            "bottleneck_ms is missing: objective 'devices' needs the longest time of a device",
+        ),
+        ({"bottleneck_ms": 5.0}, "bottleneck_ms is 5, which only objective 'devices' uses"),
     ],
 )
 def test_what_no_profile_could_answer_is_told_before_the_model_is_measured(

@@ -148,7 +148,7 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
         ),
         (
             ["--objective", "devices"],
-            "bottleneck_ms is None: objective 'devices' needs one (--bottleneck MS)",
+            "bottleneck_ms is missing: objective 'devices' needs the longest time of a device",
         ),
         (["--schedule", "fast"], "schedule: should be 'auto', 'fill-drain'"),
         (["--memory", "much"], "'much' is not a size"),
@@ -227,7 +227,7 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         ),
         (
             ["placer.zoo.toy:ToyModel", "-i", "2x10", "--devices", "5000"],
-            "device 128 is beyond what torch can name",
+            "devices is 5000, more than the 128 devices of a kind",
         ),
         (
             ["placer.zoo.toy:ToyModel", "-i", "x=2x10", "-i", "2x10"],

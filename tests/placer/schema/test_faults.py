@@ -60,7 +60,8 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
         (
             PlacementRequest,
             {"profile": PROFILE, "constraints": {"recompute": {"cuda:0": "always"}}},
-            "PlacementRequest: constraints.recompute: there is no device 'cuda:0'; there is only 'd'$",
+            "PlacementRequest: constraints.recompute: there is no device 'cuda:0'; "
+            "there is only 'd'$",
         ),
         # pydantic's names of the branches of a union were in the place
         (
