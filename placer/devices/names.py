@@ -87,42 +87,51 @@ def available() -> list[torch.device]:
     return [torch.device(CPU, index) for index in range(stand_ins[-1] if stand_ins else 1)]
 
 
-def resolve(devices: int | Sequence[DeviceLike] | None) -> list[torch.device]:
+def resolve(
+    devices: int | Sequence[DeviceLike] | None, name: str = "devices"
+) -> list[torch.device]:
     """Return the devices that a user named.
 
     Args:
         devices: a count, a list of devices, or None for all available devices.
+        name: the argument's name, for messages.
 
     Raises:
-        InputError: if the list is empty, names a device twice, or names a missing device.
+        InputError: if the count is below 1, the list is empty, names a device twice, or names a
+            missing device.
     """
     if devices is None:
         return available()
     if isinstance(devices, int):
-        if devices < 1 or isinstance(devices, bool):
-            raise InputError(
-                f"devices is {devices!r}; give a number from 1, or a list, or omit it to use all "
-                "available devices"
-            )
-        if devices > LAST_INDEX + 1:
-            raise InputError(
-                f"devices is {devices}, more than the {LAST_INDEX + 1} devices of a kind that torch"
-                " can name"
-            )
-        devices = list(range(devices))
+        devices = _first(devices, name)
     if isinstance(devices, str | torch.device) or not isinstance(devices, Iterable):
         raise InputError(
-            f"devices is {devices!r}; give a list, such as ['cuda:0', 'cuda:1'], or a number, or "
-            "omit it to use all available devices"
+            f"{name} is {devices!r}; give a list, such as ['cuda:0', 'cuda:1'], or their number, "
+            "or omit it to use all available devices"
         )
     parsed = [parse(device) for device in devices]
     if not parsed:
-        raise InputError("devices is an empty list; omit it to use all available devices")
+        raise InputError(f"{name} is an empty list; omit it to use all available devices")
     for device in parsed:
         if parsed.count(device) > 1:
-            raise InputError(f"device {device} is given twice in devices; give each device once")
+            raise InputError(f"{name} names {device} twice; give each device once")
         require(device)
     return parsed
+
+
+def _first(count: int, name: str) -> list[int]:
+    """Return the indices of the first devices."""
+    if count < 1 or isinstance(count, bool):
+        raise InputError(
+            f"{name} is {count!r}; give a number from 1, or a list, or omit it to use all "
+            "available devices"
+        )
+    if count > LAST_INDEX + 1:
+        raise InputError(
+            f"{name} is {count}, more than the {LAST_INDEX + 1} devices of a kind that torch can "
+            "name"
+        )
+    return list(range(count))
 
 
 def require(device: torch.device) -> None:

@@ -115,7 +115,7 @@ class DataFlow(PlacedCalls):
         )
         self.module = module
         self.lock = _lock_of(module)
-        self._devices = devices.resolve(device_ids)
+        self._devices = devices.resolve(device_ids, "device_ids")
         self.device_ids = [device.index for device in self._devices]
         self.output_device = (
             self._devices[0] if output_device is None else self._device(output_device)
