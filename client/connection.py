@@ -11,6 +11,7 @@ from placer.schema import SCHEMA_VERSION
 
 TIMEOUT_S = 10.0
 RETRIES = 4
+_LAST_PORT = 65_535
 
 HEADERS = {
     "Content-Type": "application/json",
@@ -60,7 +61,7 @@ def url_of(server: str | None) -> str:
         raise InputError(
             f"server {given!r} is not a URL: {error}; an example is 'http://host:8080'"
         ) from error
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > _LAST_PORT:
         raise InputError(
             f"server {given!r} is not the URL of a service; an example is 'http://host:8080'"
         )

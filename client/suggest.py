@@ -100,6 +100,8 @@ def suggest(
     Raises:
         InputError: an argument cannot be used. The message names it; where possible, before
             anything is measured.
+        BatchError: under objective ``step``, parts of the example inputs give other results than
+            the whole, so the samples lie elsewhere than ``batch_options`` says.
         MissingExtraError: torch is not installed.
         InfeasibleError: no placement meets the requirements.
         SolveLimitError: no placement was found in time.
@@ -109,7 +111,13 @@ def suggest(
         raise InputError(f"training is {training!r}; give True or False")
     direct = {"training": training, "objective": objective, "batch_size": batch_size}
     fields |= {name: given for name, given in direct.items() if given is not None}
-    asked = combined(SuggestOptions, options, fields)
+    for name in ("profile", "profiles"):
+        if name in fields:
+            raise InputError(
+                f"suggest has no argument {name!r}; pass a profile, or a list of profiles, as the"
+                " first argument: suggest(profile)"
+            )
+    asked = combined(SuggestOptions, options, fields, suggest)
     server = server or os.environ.get("PLACER_URL")
     request = question(
         model,
@@ -170,6 +178,8 @@ def question(
     sizes = _sizes(module, inputs, asked)
     # Find faults of the request before minutes of measuring.
     _request(asked, _expected(sizes, asked, None if there else _names(devices)))
+    if asked.objective == "step":
+        _verify(module, inputs, asked)
     if there and server:
         with _waiting("measuring on the server", progress):
             measured = _measure_there(server, module, inputs, devices, asked)
@@ -266,6 +276,19 @@ def _sizes(model: nn.Module, example_inputs: Any, asked: SuggestOptions) -> list
     return profile_inputs.sizes(
         example_inputs, asked.batch_sizes, options, Parameters.from_module(model)
     )
+
+
+def _verify(model: nn.Module, example_inputs: Any, asked: SuggestOptions) -> None:
+    """Verify that the samples lie where the options say, since their number counts.
+
+    Raises:
+        BatchError: parts of the example inputs give other results than the whole.
+    """
+    from placer.executor.example_check import verify_example
+    from placer.profiler.profile_inputs import mode
+
+    with mode(model, asked.training is not False):
+        verify_example(model, example_inputs, asked.batch_options or BatchOptions())
 
 
 def _expected(sizes: list[int], asked: SuggestOptions, devices: list[str] | None) -> list[Profile]:

@@ -25,7 +25,7 @@ from placer.capture.hook_path.module_trace import trace_modules
 from placer.capture.layer_functions import LayerBuilder, find_state
 from placer.capture.layers import LayerGraph, graph_hash
 from placer.capture.pytrees import flatten_inputs
-from placer.errors import CaptureError, InputError
+from placer.errors import CaptureError, InputError, kind_of
 from placer.schema import BatchOptions
 
 
@@ -63,6 +63,11 @@ def capture_graph(
             not run yet.
     """
     require_module(model)
+    if not isinstance(kwargs, dict | None):
+        raise InputError(
+            f"kwargs is {kind_of(kwargs)}; give a dict of keyword arguments, or none, and the "
+            "granularity by its name: capture_graph(model, args, granularity='fine')"
+        )
     args = args if isinstance(args, tuple) else (args,)
     kwargs = kwargs or {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -36,7 +36,7 @@ def cache(
     during the measurement.
     """
     if action not in ("size", "clear"):
-        raise InputError(f"{action!r} is nothing to do with the cache; write size or clear")
+        raise InputError(f"{action!r} is not an action of the cache; write size or clear")
     if action == "size" and older_than:
         raise InputError(
             f"--older-than {older_than:g} tells what is cleared; give it to placer cache clear"

@@ -16,7 +16,7 @@ from placer.errors import InputError
 from placer.report.explain import table
 from placer.report.refinement import refinement_table
 from placer.report.timeline import Measurement
-from placer.schema import Cluster, Placement, PlacementRequest, Profile
+from placer.schema import Cluster, Placement, PlacementRequest, Profile, Progress
 from placer.schema.refinement import Refinement
 from placer.utils.atomic_files import write_whole
 
@@ -29,14 +29,18 @@ Answer = Profile | Placement | Refinement | Measurement
 Subject = Profile | Placement | PlacementRequest | Refinement | Cluster | Measurement
 """The content of a file."""
 
-KINDS: dict[str, type[Profile | Placement | PlacementRequest | Refinement | Cluster]] = {
+KINDS: dict[str, type[Profile | Placement | PlacementRequest | Refinement | Cluster | Progress]] = {
     "rounds": Refinement,
+    "elapsed_s": Progress,
     "profile": PlacementRequest,
     "status": Placement,
     "layers": Profile,
     "devices": Cluster,
 }
 """The type of a file, by the first of these fields that it has."""
+
+PROBLEM_TYPE = "urn:placer:problem:"
+"""The start of the ``type`` of the service's error responses."""
 
 
 def emit(subject: Answer, output: str | None, as_json: bool) -> None:
@@ -77,19 +81,34 @@ def people() -> Console:
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=WIDTH)
 
 
-def print_table(subject: Answer | Cluster) -> None:
+def print_table(subject: Answer | Cluster | Progress) -> None:
     """Print a table for people."""
     if isinstance(subject, Measurement):
         people().print(subject)
+    elif isinstance(subject, Progress):
+        people().print(_progress_text(subject), markup=False)
     else:
         people().print(
             refinement_table(subject) if isinstance(subject, Refinement) else table(subject)
         )
 
 
-def print_json(subject: Answer | Cluster) -> None:
+def _progress_text(progress: Progress) -> str:
+    """Return a line about a solve that has not ended."""
+    state = f"solve {progress.id} is {progress.status} after {progress.elapsed_s:g} s"
+    if progress.incumbent is None:
+        return f"{state}; no placement is known so far"
+    bound = "none" if progress.bound is None else f"{progress.bound:g}"
+    gap = "" if progress.gap is None else f", gap {progress.gap:.2%}"
+    return f"{state}; best objective so far {progress.incumbent:g}, bound {bound}{gap}"
+
+
+def print_json(subject: Answer | Cluster | Progress) -> None:
     """Print JSON on stdout."""
-    print(subject.model_dump_json(indent=1) if isinstance(subject, Cluster) else subject.to_json())
+    if isinstance(subject, Cluster | Progress):
+        print(subject.model_dump_json(indent=1))
+    else:
+        print(subject.to_json())
 
 
 def read(file: str) -> str:
@@ -112,13 +131,34 @@ def _read_stdin() -> str:
 
 
 def load(file: str) -> Subject:
-    """Return the content of a JSON file; its fields decide the type."""
+    """Return the content of a JSON file; its fields decide the type.
+
+    Raises:
+        InputError: the file has no such content, or the progress of a solve that has not ended.
+    """
+    found = load_any(file)
+    if isinstance(found, Progress):
+        raise InputError(
+            f"{_named(file)} holds the progress of solve {found.id}, which is {found.status}, and"
+            " no placement; ask the service for its placement again when it has ended"
+        )
+    return found
+
+
+def load_any(file: str) -> Subject | Progress:
+    """Return the content of a JSON file, including the progress of a solve on a service."""
     text = read(file)
+    if not text.strip():
+        raise InputError(f"{_named(file)} is empty; give JSON, such as a profile or a placement")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{_named(file)} is not JSON: {error}") from error
     fields: Any = content if isinstance(content, dict) else {}
+    if str(fields.get("type", "")).startswith(PROBLEM_TYPE):
+        raise InputError(
+            f"{_named(file)} holds an error of the service: {fields.get('detail', 'no details')}"
+        )
     if "measured" in fields:
         try:
             return Measurement.from_json(text)

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from placer.cli.files import load, load_profile, people, print_json, print_table, write_text
+from placer.cli.files import (
+    load,
+    load_any,
+    load_profile,
+    people,
+    print_json,
+    print_table,
+    write_text,
+)
 from placer.cli.options import AsJson, in_a_folder
 from placer.errors import InputError
 from placer.report.comparing import compare as compare_both
@@ -16,7 +24,7 @@ from placer.report.comparison_page import comparison_report
 from placer.report.page import html_report
 from placer.report.pictures import picture
 from placer.report.timeline import Measurement
-from placer.schema import Cluster, Placement, PlacementRequest, Profile
+from placer.schema import Cluster, Placement, PlacementRequest, Profile, Progress
 from placer.schema.refinement import Refinement
 
 Html = Annotated[
@@ -27,7 +35,7 @@ Html = Annotated[
         help="also write a report with pictures, all in one file",
     ),
 ]
-Shown = Profile | Placement | Refinement | Cluster | Measurement
+Shown = Profile | Placement | Refinement | Cluster | Measurement | Progress
 
 
 def show(
@@ -35,7 +43,8 @@ def show(
         str,
         typer.Argument(
             metavar="FILE|-",
-            help="JSON of a profile, placement, request, refinement, cluster or measurement",
+            help="JSON of a profile, placement, request, refinement, cluster or measurement, or"
+            " the progress of a solve on a service",
         ),
     ],
     html: Html = None,
@@ -53,7 +62,7 @@ def show(
     json: AsJson = False,
 ) -> None:
     """Show a file as tables, and as pictures of time and memory by layer and device."""
-    subject = load(file)
+    subject = load_any(file)
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
     if profile is not None and html is None:
@@ -97,6 +106,10 @@ def _placed(subject: Shown, file: str) -> Profile | Placement | Cluster:
     """Return the part that can be drawn; of a refinement, its best placement."""
     if isinstance(subject, Measurement):
         raise InputError(f"{file} holds a measurement; placer measure --trace draws a measurement")
+    if isinstance(subject, Progress):
+        raise InputError(
+            f"{file} holds the progress of a solve; pictures are of its placement when it has ended"
+        )
     return subject.placement if isinstance(subject, Refinement) else subject
 
 

@@ -56,7 +56,7 @@ def parse(device: DeviceLike, kind: str | None = None) -> torch.device:
         parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(
-            f"{device!r} is no device; give an index, 'cuda:0', 'cpu:1' or a torch.device"
+            f"{device!r} is not a device; give an index, 'cuda:0', 'cpu:1' or a torch.device"
         ) from error
     if parsed.type == "meta":
         raise InputError(
@@ -87,34 +87,51 @@ def available() -> list[torch.device]:
     return [torch.device(CPU, index) for index in range(stand_ins[-1] if stand_ins else 1)]
 
 
-def resolve(devices: int | Sequence[DeviceLike] | None) -> list[torch.device]:
+def resolve(
+    devices: int | Sequence[DeviceLike] | None, name: str = "devices"
+) -> list[torch.device]:
     """Return the devices that a user named.
 
     Args:
         devices: a count, a list of devices, or None for all available devices.
+        name: the argument's name, for messages.
 
     Raises:
-        InputError: if the list is empty, names a device twice, or names a missing device.
+        InputError: if the count is below 1, the list is empty, names a device twice, or names a
+            missing device.
     """
     if devices is None:
         return available()
     if isinstance(devices, int):
-        devices = list(range(devices))
+        devices = _first(devices, name)
     if isinstance(devices, str | torch.device) or not isinstance(devices, Iterable):
         raise InputError(
-            f"devices are {devices!r}; give a list, such as ['cuda:0', 'cuda:1'], or their number; "
-            "leave them out to use all that are available"
+            f"{name} is {devices!r}; give a list, such as ['cuda:0', 'cuda:1'], or their number, "
+            "or omit it to use all available devices"
         )
     parsed = [parse(device) for device in devices]
     if not parsed:
-        raise InputError(
-            "devices has none in it, or is 0; leave it out to use all that are available"
-        )
+        raise InputError(f"{name} is an empty list; omit it to use all available devices")
     for device in parsed:
         if parsed.count(device) > 1:
-            raise InputError(f"device {device} is given twice")
+            raise InputError(f"{name} names {device} twice; give each device once")
         require(device)
     return parsed
+
+
+def _first(count: int, name: str) -> list[int]:
+    """Return the indices of the first devices."""
+    if count < 1 or isinstance(count, bool):
+        raise InputError(
+            f"{name} is {count!r}; give a number from 1, or a list, or omit it to use all "
+            "available devices"
+        )
+    if count > LAST_INDEX + 1:
+        raise InputError(
+            f"{name} is {count}, more than the {LAST_INDEX + 1} devices of a kind that torch can "
+            "name"
+        )
+    return list(range(count))
 
 
 def require(device: torch.device) -> None:
@@ -124,14 +141,20 @@ def require(device: torch.device) -> None:
             f"Placer runs on GPUs by CUDA and on the CPU, not on {device}; give 'cuda:0' or 'cpu:0'"
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"there is no {device}; torch sees {torch.cuda.device_count()} CUDA devices"
-        )
+        raise InputError(f"there is no device {device}; {_cuda_devices()}")
     if stand_ins and device.type == CPU and (device.index or 0) >= stand_ins[-1]:
         raise InputError(
-            f"there is no {device}; "
+            f"there is no device {device}; "
             f"logical_devices({stand_ins[-1]}) made cpu:0 to cpu:{stand_ins[-1] - 1}"
         )
+
+
+def _cuda_devices() -> str:
+    """Return which CUDA devices torch sees, and what to give, for messages."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        return "torch sees no CUDA device: give 'cpu:0', or omit the devices"
+    return f"torch sees cuda:0 to cuda:{count - 1}" if count > 1 else "torch sees only cuda:0"
 
 
 def type_name(device: torch.device) -> str:

@@ -113,8 +113,8 @@ def build(
     _refuse_no_group(group)
     if dist.get_rank(group) < 0:
         raise InputError(
-            f"process {dist.get_rank()} is none of the group's: call build() in those of the group "
-            "alone"
+            f"process {dist.get_rank()} is not in the group: call build() only in the group's "
+            "processes"
         )
     with together(group, "build its part"):
         require_module(model)
@@ -139,8 +139,8 @@ def build(
         schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
         if unknown := placed.recompute - set(cut.devices):
             raise InputError(
-                f"recompute names {min(unknown)!r}, which has no layers; there are "
-                f"{', '.join(cut.devices)}"
+                f"recompute names {min(unknown)!r}, which has no layers "
+                f"(devices with layers: {', '.join(cut.devices)})"
             )
         sharing = Sharing.from_graph(graph, cut, placed.chunks)
     found = _seats(cut, graph, placed, loss_fn is not None, group)
@@ -553,5 +553,5 @@ def _require_layer_names(given: Mapping[Any, Any]) -> None:
     for name in given:
         if not isinstance(name, str):
             raise PlacementError(
-                f"the map has {name!r}, which is no layer's name; give {{layer: device}}"
+                f"the map has {name!r}, which is not the name of a layer; give {{layer: device}}"
             )

@@ -167,7 +167,7 @@ class Pipeline:
                 self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
             self._weights.reduce()
         if not self._is_compared:
-            with together(self._group, "take the losses of micro-batches for that of the batch"):
+            with together(self._group, "combine the losses of micro-batches"):
                 self._head.compare(losses)
             self._head.collect(False)
             self._is_compared = True
@@ -258,7 +258,7 @@ class Pipeline:
         size = dist.get_world_size(self._group)
         if rank not in range(size):
             raise InputError(
-                f"rank={rank!r} is no process of this pipeline; give one from 0 to {size - 1}"
+                f"rank={rank!r} is not a process of this pipeline; give one from 0 to {size - 1}"
             )
         return checkpoint.gather(
             self.state_dict(), self._names.saved, rank, self.device, self._group
@@ -350,7 +350,7 @@ class Pipeline:
             if self.module.get_parameter(name).requires_grad:
                 raise InputError(
                     f"parameter {name!r} required no gradient when the pipeline was built, so that "
-                    "none would come back to it: build another pipeline from the model as it is now"
+                    "it would receive none: build a new pipeline from the changed model"
                 )
 
     @contextmanager

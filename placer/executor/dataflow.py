@@ -115,7 +115,7 @@ class DataFlow(PlacedCalls):
         )
         self.module = module
         self.lock = _lock_of(module)
-        self._devices = devices.resolve(device_ids)
+        self._devices = devices.resolve(device_ids, "device_ids")
         self.device_ids = [device.index for device in self._devices]
         self.output_device = (
             self._devices[0] if output_device is None else self._device(output_device)
@@ -557,7 +557,7 @@ def _placement(given: Placement | Mapping[str, Any]) -> Placement:
         )
     if not isinstance(given, Placement) and "layer_devices" not in given:
         raise PlacementError(
-            f"a mapping of {', '.join(map(repr, list(given)[:3]))} is no placement; a map of "
-            "layers goes into flow.layer_gpus.update(...), and then flow.update_flow()"
+            f"a mapping with the keys {', '.join(map(repr, list(given)[:3]))} is not a placement; "
+            "put a map of layers into flow.layer_gpus.update(...), and then flow.update_flow()"
         )
     return placing(given)

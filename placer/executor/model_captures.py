@@ -281,10 +281,10 @@ class Program:
         self._passing = key
         if not self._has_told:
             warn(
-                f"the last {_IN_VAIN} calls each had the model captured anew, as numbers or lists "
-                "in their inputs were others, or shapes that a graph cannot leave open: now such "
-                "calls run through hooks, micro-batches one after another, and are captured where "
-                "the like comes often"
+                f"each of the last {_IN_VAIN} calls captured the model again, because numbers or "
+                "lists in the inputs had changed, or shapes that a graph cannot leave open: such "
+                "calls now run through hooks, micro-batches one after another, and are captured "
+                "only if similar calls come often"
             )
             self._has_told = True
         return True
@@ -338,9 +338,9 @@ class Program:
         if self._changes == _OFTEN:
             names = ", ".join(map(repr, dict.fromkeys(self._attributes.changed())))
             warn(
-                f"{names}: forward reads what changes between calls, and every change has the "
-                "model captured anew, which takes long; give it to forward as a tensor, or change "
-                "it less often"
+                f"{names}: forward reads this value, which changes between calls, and every "
+                "change captures the model again, which takes long; pass the value to forward as "
+                "a tensor, or change it less often"
             )
 
     def doubt_refusal(self) -> None:

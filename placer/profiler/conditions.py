@@ -96,7 +96,7 @@ def _setting(read: Callable[[], Any]) -> str:
     except Exception:
         # torch refuses to read a legacy setting after its replacement was set, and some versions
         # lack some settings
-        return "not told"
+        return "unknown"
 
 
 def optimizer_facts(optimizer: OptimizerLike) -> Any:

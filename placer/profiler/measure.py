@@ -178,9 +178,9 @@ def _blamed(
         read = bytes_text(sum(graph.values[name].bytes for name in layer.reads))
         written = bytes_text(sum(graph.values[name].bytes for name in layer.writes))
         text = (
-            f"layer {layer.name!r} does not fit on {device}: its state takes {state}, what it "
-            f"reads {read}, what it writes {written}, beside what it keeps; cut the model finer or "
-            f"take a smaller batch ({lines[0]})"
+            f"layer {layer.name!r} does not fit on {device}: its state takes {state}, its "
+            f"inputs {read}, its results {written}, in addition to saved tensors; choose a finer "
+            f"granularity or a smaller batch ({lines[0]})"
         )
     else:
         text = (
@@ -205,7 +205,12 @@ def _given(layer: Layer, graph: LayerGraph) -> str:
     told = [
         f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}" for value in read
     ]
-    return f"; it reads the example inputs: {', '.join(told)}" if told else ""
+    if not told:
+        return ""
+    return (
+        f"; it reads the example inputs: {', '.join(told)}. Give inputs with which the model itself"
+        " runs"
+    )
 
 
 def _trained(graph: LayerGraph, layer: Layer) -> list[torch.Tensor]:

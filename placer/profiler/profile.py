@@ -128,7 +128,7 @@ def profile(
     """
     require_module(model)
     require_flags(training=training)
-    how = combined(ProfileOptions, options, fields)
+    how = combined(ProfileOptions, options, fields, profile)
     batch_options, repeats, optimizer = (
         how.batch_options or DEFAULT_OPTIONS,
         how.repeats,

@@ -224,7 +224,7 @@ def _valued(placement: Placement, request: PlacementRequest, solve: Solve) -> Pl
     if valued.objective_value is None:
         reason = valued.infeasible.reason if valued.infeasible else "no answer in time"
         raise InfeasibleError(
-            f"the placement that was measured is no answer to the request: {reason}"
+            f"the placement that was measured does not answer the request: {reason}"
         )
     # Proofs and comparisons refer to another profile, so they are removed.
     kept = {

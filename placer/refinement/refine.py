@@ -83,7 +83,7 @@ def refine(
             f"the placement is {placement.status} and places no layer, so there is nothing to "
             "measure"
         )
-    how = combined(RefineOptions, options, fields)
+    how = combined(RefineOptions, options, fields, refine)
     loss_fn, target = how.loss_fn, how.target
     require_module(model)
     require_loss_with_target(loss_fn, target)

@@ -242,7 +242,7 @@ class Stages:
         if self._param_bytes not in (None, param_bytes):
             raise InputError(
                 f"the layers of {type(self._model).__name__} have {param_bytes} bytes of "
-                f"parameters, those of the profile {self._param_bytes}; give the model that was "
+                f"parameters, the profile's layers {self._param_bytes}; give the model that was "
                 "profiled, made with the same arguments"
             )
 
@@ -254,7 +254,7 @@ class Stages:
         except Exception as error:  # the model's own code may raise anything
             text = f"the model fails on the example inputs: {type(error).__name__}: {error}"
             text += input_forms.input_advice(error, self._args)
-            raise InputError(f"{text}; give inputs such as it was profiled with") from error
+            raise InputError(f"{text}; give inputs like the profiled ones") from error
 
 
 def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:

@@ -191,7 +191,8 @@ def _step(placement: Placement, step: Step) -> list[str]:
     if step.alone_ms is not None and step.in_a_row_ms is not None:
         row = ms_text(step.in_a_row_ms)
         lines.append(
-            f"a step      {row} in a row, as in a training loop; {ms_text(step.alone_ms)} alone"
+            f"a step      {row} steady-state, as in a training loop; "
+            f"{ms_text(step.alone_ms)} isolated"
         )
     others = [
         # the best one is reported already

@@ -59,7 +59,7 @@ def simulate(pipeline: Pipeline, plan: Plan, steps: int = 1) -> Timeline:
         InputError: if ``steps`` is below 1.
     """
     if steps < 1:
-        raise InputError(f"steps is {steps}: give a number of steps in a row, 1 or more")
+        raise InputError(f"steps is {steps}: give a number of consecutive steps, 1 or more")
     row = StepsInARow(pipeline, plan, keep=True)
     ends = [row.play() for _ in range(steps)]
     busy = dict.fromkeys(sorted(set(pipeline.places)), 0.0)

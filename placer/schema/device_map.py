@@ -67,8 +67,8 @@ def _completed(found: Mapping[str, str], model: Any) -> dict[str, str]:
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
     if other := [path for path in found if path not in modules]:
         raise PlacementError(
-            f"layer {other[0]!r} is no module of {type(model).__name__}; give the model that was "
-            "placed"
+            f"layer {other[0]!r} is not a module of {type(model).__name__}; give the model that "
+            "was placed"
         )
     every = _with_rest(found, model)
     tensors = {name: _covering(every, name) for name, _ in _tensors(model)}

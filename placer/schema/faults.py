@@ -114,7 +114,8 @@ def nearest(given: str, known: Iterable[str]) -> str:
     if found := get_close_matches(given[:200], names, 1, 0.5):
         return f"; did you mean {found[0]!r}?"
     more = ", and others" if len(names) > _HINTS else ""
-    return f"; there are {', '.join(map(repr, names[:_HINTS]))}{more}" if names else ""
+    there = "there is only" if len(names) == 1 else "there are"
+    return f"; {there} {', '.join(map(repr, names[:_HINTS]))}{more}" if names else ""
 
 
 def wanted(message: str) -> str:

@@ -284,7 +284,7 @@ def _check_argument(argument: Any, depth: int) -> None:
         _check_tagged(*next(iter(argument.items())))
     else:
         raise ValueError(
-            f"{str(argument)[:80]} is no argument that can be sent, or nested too deeply"
+            f"{str(argument)[:80]} is not an argument that can be sent, or nested too deeply"
         )
 
 
@@ -301,4 +301,4 @@ def _check_tagged(tag: str, content: Any) -> None:
         and all(type(part) in (int, float) for part in content),
     }
     if not fine[tag]:
-        raise ValueError(f"{str({tag: content})[:80]} is no argument that can be sent")
+        raise ValueError(f"{str({tag: content})[:80]} is not an argument that can be sent")

@@ -7,6 +7,7 @@ its help text there.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -28,6 +29,7 @@ from placer.schema.base import (
     Wire,
 )
 from placer.schema.batch_options import BatchOptions
+from placer.schema.faults import nearest
 
 O = TypeVar("O", bound=Wire)  # noqa: E741  # the kind of options
 
@@ -44,7 +46,8 @@ class Constraints(Wire):
     over devices is acyclic. None: contiguous, unless a group of colocated layers would then pull
     the whole model onto one device, as tied embeddings do. In that case, all other layers are
     contiguous under objective ``throughput`` if that fits into memory, and otherwise the placement
-    is free."""
+    is free. Pins do not end contiguity: the layers between two layers that are pinned to one device
+    are on that device, too."""
 
     recompute: Recompute | Annotated[dict[Name, Recompute], IN_ORDER] = "never"
     """Where memory would not suffice otherwise, keep less and compute forward passes twice.
@@ -158,7 +161,8 @@ class SolveOptions(Wire):
     explain: bool = False
     """Report what limits the placement and what would help most.
 
-    The solver uses the rest of the time limit to solve changed requests."""
+    The solver uses the rest of the time limit to solve changed requests: for each at most a second,
+    or ten times the time of the solve if that is longer."""
 
 
 class ProfileOptions(Wire):
@@ -259,18 +263,25 @@ class RefineOptions(Wire):
     None: CUDA graphs on a GPU, the host's clock on a CPU stand-in."""
 
 
-def combined(kind: type[O], options: Any, fields: Mapping[str, Any]) -> O:
+def combined(
+    kind: type[O], options: Any, fields: Mapping[str, Any], function: Callable[..., Any]
+) -> O:
     """Return the options of a call: an options object and single fields of it.
 
     Args:
         kind: the options that the function takes.
         options: an object of ``kind`` or of one of its base classes, or None.
         fields: the single fields, by name.
+        function: the function that is called; a misspelt field may mean one of its parameters.
 
     Raises:
         InputError: ``options`` has another type; a field is unknown, has a wrong value, or is given
             in both places.
     """
+    for name in fields:
+        if name not in kind.model_fields:
+            known = [*inspect.signature(function).parameters, *kind.model_fields]
+            raise InputError(f"{function.__name__} has no argument {name!r}{nearest(name, known)}")
     if options is None:
         return kind(**fields)
     if not isinstance(options, Wire) or not issubclass(kind, type(options)):

@@ -315,8 +315,9 @@ class Profile(Wire):
                 f"{label}: rest_bytes is for values that two layers read or more; leave it out"
             )
         raise ValueError(
-            f"{label}: rest_until names {edge.rest_until!r}, which is no layer after the target "
-            "before the last, and up to the last; name one of these, or leave it out"
+            f"{label}: rest_until names {edge.rest_until!r}, which does not run after the last "
+            "target but one and no later than the last target; name a layer that does, or leave it "
+            "out"
         )
 
     def _backwards(self, source: str, target: str) -> str:

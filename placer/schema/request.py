@@ -120,9 +120,14 @@ class PlacementRequest(SolveOptions, Question):
             self._check_times(profile, cluster)
         self._check_sizes()
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
-            needs = "needs one (--bottleneck MS)" if self.objective == "devices" else "takes none"
+            if self.objective == "devices":
+                raise ValueError(
+                    "bottleneck_ms is missing: objective 'devices' needs the longest time of a"
+                    " device for one micro-batch (--bottleneck MS)"
+                )
             raise ValueError(
-                f"bottleneck_ms is {self.bottleneck_ms}: objective {self.objective!r} {needs}"
+                f"bottleneck_ms is {self.bottleneck_ms:g}, which only objective 'devices' uses; the"
+                f" objective is {self.objective!r}: leave bottleneck_ms out"
             )
         return self
 
@@ -147,16 +152,17 @@ class PlacementRequest(SolveOptions, Question):
                 layer.name for layer in profile.layers
             ] != names or profile.training != self.profile.training:
                 raise ValueError(
-                    f"profiles: the one of {profile.batch_size} samples has other layers than the "
-                    "profile"
+                    f"profiles: the profile of {count_text(profile.batch_size, 'sample')} has other"
+                    " layers, or another value of training, than the profile of"
+                    f" {count_text(self.profile.batch_size, 'sample')}; measure all sizes alike"
                 )
         sizes = [profile.batch_size for profile in (self.profile, *self.profiles)]
         refuse_duplicates("profiles: micro-batch of size", [str(size) for size in sizes])
         if not self.micro_batches():
             known = " or ".join(map(str, sorted(sizes)))
             raise ValueError(
-                f"batch_size: {self.whole_batch_size} samples are no whole number of micro-batches "
-                f"of {known}; give a multiple, or a profile of another size"
+                f"batch_size: {self.whole_batch_size} samples cannot be divided into micro-batches "
+                f"of {known}; give a multiple, or a profile of another size (batch_sizes)"
             )
         profile, chunks = self.micro_batches()[-1]  # the largest number of micro-batches
         if chunks > MOST_CHUNKS_OF_A_STEP:
@@ -210,13 +216,15 @@ class PlacementRequest(SolveOptions, Question):
         """Check that the demanded devices exist, may be used, and have a layer each."""
         least, most = self.constraints.min_devices, self.constraints.max_devices
         there = {
-            "there are": devices,
-            "constraints.max_devices is": most,
-            "the number of layers is": layers,
+            f"the cluster has {count_text(devices, 'device')}": devices,
+            f"constraints.max_devices is {most}": most,
+            f"the model has {count_text(layers, 'layer')}, and each device needs one": layers,
         }
         for what, number in there.items():
             if least is not None and number is not None and least > number:
-                raise ValueError(f"constraints.min_devices is {least}, but {what} {number}")
+                raise ValueError(
+                    f"constraints.min_devices is {least}, but {what}; give {number} or less"
+                )
 
     def _check_times(self, profile: Profile, cluster: Cluster) -> None:
         trains = self.is_training

@@ -165,7 +165,8 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
     known = {device.name for device in request.devices}
     for layer, device in where.items():
         require(
-            device in known, f"layer {layer!r} is on {device!r}, which is no device of the cluster"
+            device in known,
+            f"layer {layer!r} is on {device!r}, which is not a device of the cluster",
         )
     for layer, device in rules.pinned.items():
         require(
@@ -241,7 +242,7 @@ def _check_stages(request: PlacementRequest, where: Where, placement: Placement)
     if placement.contiguous:
         require(
             _runs_forwards(request, where, placement.stages),
-            f"stages {placement.stages} are no pipeline order: a value runs backwards",
+            f"stages {placement.stages} are not in pipeline order: a value runs backwards",
         )
 
 

@@ -131,7 +131,7 @@ class Problem:
         links: by source and target device; None where no value may pass.
         allowed: by layer, the devices that it may be on.
         groups: layers that must share a device, two or more each; layers pinned to one device are
-            such a group.
+            such a group, too.
         contiguous: whether the quotient graph over devices must be acyclic.
         loose: layers that this does not bind, see ``but_for_groups``.
         most_devices: how many devices may be used.
@@ -174,7 +174,7 @@ class Problem:
         layers, devices = request.profile.layers, request.devices
         place = {layer.name: index for index, layer in enumerate(layers)}
         values = _values(request, place)
-        groups = _groups(request, place)
+        colocated = _colocated(request, place)
         _refuse_overflow(request, values)
         _refuse_slow_links(request)
         return cls(
@@ -188,8 +188,8 @@ class Problem:
             backward_ms=_backward_ms(request),
             links=_links(request),
             allowed=_allowed(request, place),
-            groups=groups,
-            contiguous=_contiguous(request, len(layers), values, groups),
+            groups=closed_groups([*colocated, *_pinned_together(request, place)]),
+            contiguous=_contiguous(request, len(layers), values, colocated),
             most_devices=min(
                 request.constraints.max_devices or len(devices), len(devices), len(layers)
             ),
@@ -239,8 +239,10 @@ class Problem:
         chosen = self.request.constraints.contiguous is not None
         if self.contiguous or chosen or self.request.objective != "throughput":
             return None
-        grouped = {layer for group in self.groups for layer in group}
-        components = strong_components(len(self.layers), arcs_of(self.values), self.groups)
+        place = {layer.name: index for index, layer in enumerate(self.layers)}
+        colocated = _colocated(self.request, place)
+        grouped = {layer for group in colocated for layer in group}
+        components = strong_components(len(self.layers), arcs_of(self.values), colocated)
         pulling = [
             grouped.intersection(component)
             for component in components
@@ -475,38 +477,40 @@ def _allowed(request: PlacementRequest, place: dict[str, int]) -> tuple[frozense
     return tuple(allowed)
 
 
-def _groups(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-    """Return the colocated groups of profile and constraints, joined where they overlap.
-
-    Layers pinned together are one.
-    """
-    pinned: dict[str, list[str]] = defaultdict(list)
-    for layer, device in request.constraints.pinned.items():
-        pinned[device].append(layer)
-    named: list[Sequence[str]] = [
-        *request.profile.colocated,
-        *request.constraints.colocated,
-        *pinned.values(),
-    ]
+def _colocated(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int, ...], ...]:
+    """Return the colocated groups of profile and constraints, joined where they overlap."""
+    named = (*request.profile.colocated, *request.constraints.colocated)
     return closed_groups([place[name] for name in group] for group in named)
 
 
+def _pinned_together(request: PlacementRequest, place: dict[str, int]) -> list[list[int]]:
+    """Return the layers that are pinned to each device."""
+    pinned: dict[str, list[int]] = defaultdict(list)
+    for layer, device in request.constraints.pinned.items():
+        pinned[device].append(place[layer])
+    return list(pinned.values())
+
+
 def _contiguous(
-    request: PlacementRequest, count: int, values: Sequence[Value], groups: Sequence[Sequence[int]]
+    request: PlacementRequest,
+    count: int,
+    values: Sequence[Value],
+    colocated: Sequence[Sequence[int]],
 ) -> bool:
     """Return the required contiguity; by default true, unless colocation pulls the model together.
 
     Contiguity makes one layer of every strongly connected component of the layer graph with its
     groups joined. If such a component pulls in half or more of the layers outside its groups, as
-    tied embeddings do, the placement is free.
+    tied embeddings do, the placement is free. Pins never make it free: a pinned request must not
+    get a shorter bottleneck than the same request without pins.
     """
     if request.constraints.contiguous is not None:
         return request.constraints.contiguous
-    colocated = {layer for group in groups for layer in group}
-    if not colocated:
+    grouped = {layer for group in colocated for layer in group}
+    if not grouped:
         return True
-    for component in strong_components(count, arcs_of(values), groups):
-        members = sum(layer in colocated for layer in component)
+    for component in strong_components(count, arcs_of(values), colocated):
+        members = sum(layer in grouped for layer in component)
         pulled = len(component) - members
         if members and pulled and 2 * pulled >= count - members:
             return False

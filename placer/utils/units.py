@@ -79,7 +79,7 @@ def parse_bytes(text: str) -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise InputError(
-            f"{text!r} is no size; write a number and a unit, as in 8GiB, 1.5GB or 4096: "
+            f"{text!r} is not a size; write a number and a unit, as in 8GiB, 1.5GB or 4096: "
             "KiB to PiB are of 1024, kB to PB of 1000"
         )
     return int(float(match[1]) * factor)
@@ -102,7 +102,7 @@ def parse_bandwidth(text: str) -> float:
         value = 0.0
     if value <= 0:
         raise InputError(
-            f"{text!r} is no bandwidth; write what flows in a second, as in 12GB/s or 100Gbit/s"
+            f"{text!r} is not a bandwidth; write what flows in a second, as in 12GB/s or 100Gbit/s"
         )
     return value
 
@@ -118,7 +118,9 @@ def parse_seconds(text: str) -> float:
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)\s*", text)
     if match is None:
-        raise InputError(f"{text!r} is no time; write a number and a unit, as in 20us, 1.5ms or 2s")
+        raise InputError(
+            f"{text!r} is not a time; write a number and a unit, as in 20us, 1.5ms or 2s"
+        )
     return float(match[1]) * {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
 
 

@@ -145,8 +145,8 @@ def compare(
     """
     if len(maps) < 2:
         raise InputError(
-            f"{count_text(len(maps), 'map')} is not enough for a comparison; give two or more, as"
-            " ?id= of placements or maps in the body"
+            f"a comparison needs two or more maps, and {count_text(len(maps), 'map')} came; give"
+            " more, as ?id= of placements or as maps in the body"
         )
     of = placements or {}
     evaluations = [evaluate(request, where, chosen_by=of.get(name)) for name, where in maps.items()]

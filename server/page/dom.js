@@ -45,6 +45,6 @@ export function percent(share) {
 
 export function amount(value, objective) {
   if (value === null || value === undefined) return "none";
-  if (objective === "devices") return `${value} devices`;
+  if (objective === "devices") return `${value} ${value === 1 ? "device" : "devices"}`;
   return objective === "memory" ? bytes(value) : milliseconds(value);
 }

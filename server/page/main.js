@@ -7,9 +7,9 @@ import { show } from "./view.js";
 
 // Time after the last change before a new solve starts.
 const PAUSE_MS = 250;
-const KNOBS = ["devices", "memory", "chunks", "objective", "schedule", "limit"];
+const KNOBS = ["devices", "memory", "chunks", "objective", "bottleneck", "schedule", "limit"];
 // The request field of each control, to show the service's faults next to it.
-const FIELDS = { chunks: "chunks", objective: "objective", schedule: "schedule", limit: "time_limit_s" };
+const FIELDS = { chunks: "chunks", objective: "objective", bottleneck: "bottleneck_ms", schedule: "schedule", limit: "time_limit_s" };
 
 const state = {
   question: null, // the loaded request
@@ -53,13 +53,30 @@ function stand(knob, value) {
   knob.value = value;
 }
 
-/** Show the choices that apply: only training has a schedule, and only objective "step" chooses it. */
+/**
+ * Show the choices that apply: only training has a schedule, only objective "step" chooses it, and only
+ * objective "devices" has a longest time.
+ */
 function offer() {
   const { question, knobs } = state;
+  const bottleneck = byId("bottleneck").closest(".field");
+  bottleneck.hidden = knobs.objective !== "devices";
+  if (bottleneck.hidden) unmark(byId("bottleneck"));
   byId("schedule").closest(".field").hidden = !trains(question);
   const auto = byId("schedule").querySelector("option[value=auto]");
   auto.hidden = auto.disabled = knobs.objective !== "step";
   if (auto.disabled && knobs.schedule === "auto") choose("1f1b");
+}
+
+/** Start with the longest time of a device in the shown placement, so that the answer is not slower. */
+function chooseBottleneck() {
+  const loads = state.placement ? state.placement.devices.map((device) => device.load_ms) : [];
+  if (state.knobs.bottleneck === null && loads.length) {
+    // Rounded up, since the placement itself has to keep within it.
+    state.knobs.bottleneck = Math.ceil(Math.max(...loads) * 1000) / 1000;
+    byId("bottleneck").value = state.knobs.bottleneck;
+  }
+  check(byId("bottleneck"));
 }
 
 function choose(schedule) {
@@ -334,6 +351,7 @@ function listen() {
       state.knobs[id] = type === "number" ? Number(value) : type === "checkbox" ? checked : value;
       offer();
       if (id === "objective" && value === "step") choose("auto");
+      if (id === "objective" && value === "devices") chooseBottleneck();
       if (id === "devices") showPins();
     }
     clearTimeout(state.changing);

@@ -37,6 +37,7 @@ export function knobsOf(question) {
     memory: cluster.devices[0].memory_bytes / GIB,
     chunks: question.chunks || 1,
     objective: question.objective || "throughput",
+    bottleneck: question.bottleneck_ms ?? null,
     schedule: question.schedule || "1f1b",
     limit: question.time_limit_s || 30,
     explain: Boolean(question.explain),
@@ -73,18 +74,21 @@ export function changed(question, knobs) {
     time_limit_s: knobs.limit,
     explain: knobs.explain,
   };
-  return fitting(asked, knobs.chunks !== before.chunks);
+  return fitting(asked, knobs.chunks !== before.chunks, knobs.bottleneck);
 }
 
 /** Remove the fields that the objective does not accept. */
-function fitting(asked, chunksChanged) {
+function fitting(asked, chunksChanged, bottleneckMs) {
   if (asked.objective === "step") {
     if (chunksChanged) delete asked.batch_size; // the batch is now this number of the profile's micro-batches
   } else {
     delete asked.profiles;
     delete asked.batch_size;
+    delete asked.steps;
     if (asked.schedule === "auto") asked.schedule = "1f1b";
   }
+  if (asked.objective === "devices") asked.bottleneck_ms = bottleneckMs;
+  else delete asked.bottleneck_ms;
   return asked;
 }
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import placer
 from placer.errors import (
+    BatchError,
     CaptureError,
     InfeasibleError,
     InputError,
@@ -274,20 +275,90 @@ def test_an_argument_that_cannot_be_used_is_told_before_the_model_is_measured(mo
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"profile": None}, r"pass a profile, .* as the first argument: suggest\(profile\)"),
+        ({"profiles": []}, "as the first argument"),
+        ({"example_input": 1}, "suggest has no argument 'example_input'; .* 'example_inputs'"),
+        ({"chunk": 4}, "suggest has no argument 'chunk'; did you mean 'chunks'"),
+        ({"chunk": 4, "options": placer.SolveOptions()}, "did you mean 'chunks'"),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_refused_with_its_name(profile, wrong, message):
+    with pytest.raises(InputError, match=message):
+        suggest(profile, **wrong)
+
+
+class SequenceFirst(nn.Module):
+    """A recurrent network over (length, batch, features)."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+def test_samples_that_lie_elsewhere_are_refused_where_their_number_counts(monkeypatch):
+    """Steps of a sequence were taken for samples without a word."""
+    monkeypatch.setattr(module, "_measure", lambda *_, **__: pytest.fail("it was measured first"))
+    model, x = SequenceFirst(), torch.randn(6, 4, 8)
+    before = torch.get_rng_state()
+    with pytest.raises(BatchError, match=r"BatchOptions\(inputs=1\)"):
+        suggest(model, x, objective="step", devices=["cpu:0", "cpu:1"])
+    assert torch.equal(torch.get_rng_state(), before) and model.training
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"objective": "step", "batch_options": placer.BatchOptions(inputs=1)},
+        {"objective": "step", "batch_options": placer.BatchOptions(verify=False)},
+        {"chunks": 2},  # a micro-batch is measured whole
+    ],
+)
+def test_samples_that_are_declared_or_not_counted_are_not_refused(asked):
+    model, x = SequenceFirst(), torch.randn(6, 4, 8)
+    placed = suggest(model, x, devices=["cpu:0"], repeats=1, cache=False, **asked)
+    declared = "batch_options" in asked and asked["batch_options"].inputs == 1
+    assert placed.batch_size == (4 if declared else 6)
+
+
+def test_an_input_that_happens_to_have_the_batchs_size_is_not_refused():
+    """The table has four rows as the batch has four samples, and all samples read all of it."""
+
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x, table):
+            return self.linear(x) @ table
+
+    inputs = (torch.randn(4, 8), torch.randn(4, 3))
+    placed = suggest(Lookup(), inputs, devices=["cpu:0"], objective="step", repeats=1, cache=False)
+    assert placed.batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
         (
             {"objective": "step", "batch_size": 17, "batch_sizes": (8, 4)},
-            "batch_size: 17 samples are no whole number of micro-batches of 4 or 8",
+            "batch_size: 17 samples cannot be divided into micro-batches of 4 or 8",
         ),
         (
             {"objective": "step", "batch_size": 17},
-            "batch_size: 17 samples are no whole number of micro-batches of 2;",
+            "batch_size: 17 samples cannot be divided into micro-batches of 2;",
         ),
         (
             {"objective": "step", "batch_size": 8, "batch_sizes": (0,)},
             r"batch_sizes=\(0,\): give different whole",
         ),
         ({"batch_sizes": (4, 8)}, "profiles: only objective 'step' chooses it"),
-        ({"constraints": placer.Constraints(min_devices=5)}, "min_devices is 5, but there are 2"),
+        (
+            {"constraints": placer.Constraints(min_devices=5)},
+            "min_devices is 5, but the cluster has 2 devices",
+        ),
         (
             {"constraints": {"pined": {}}},
             "SuggestOptions.constraints.pined: there is no such field; did you mean 'pinned'?",
@@ -298,6 +369,12 @@ def test_an_argument_that_cannot_be_used_is_told_before_the_model_is_measured(mo
             "there is no device 'cpu:9'; did you mean 'cpu:1'?",
         ),
         ({"server": "localhost:80"}, "server 'localhost:80' is not the URL of a service"),
+        ({"server": "http://host:99999"}, "server 'http://host:99999' is not the URL of a service"),
+        (
+            {"objective": "devices"},
+            "bottleneck_ms is missing: objective 'devices' needs the longest time of a device",
+        ),
+        ({"bottleneck_ms": 5.0}, "bottleneck_ms is 5, which only objective 'devices' uses"),
     ],
 )
 def test_what_no_profile_could_answer_is_told_before_the_model_is_measured(

@@ -85,13 +85,13 @@ def _absent(rules: Mapping[str, Cut], values: Mapping[str, Any], parameters: Par
             if values[first] is not None:
                 parts = names_in(values[first], first)
                 return (
-                    f"batch_options.inputs names {name!r}, which is not a part of {first!r}; "
-                    f"there are {parts}. Correct the name, or leave it out for such inputs"
+                    f"batch_options.inputs names {name!r}, which is not a part of {first!r} "
+                    f"(parts: {parts}). Correct the name, or leave it out for such inputs"
                 )
         elif first not in parameters.known:
             known = ", ".join([*values] or sorted(parameters.known))
             message = (
-                f"batch_options.inputs names {name!r}, which is not an input; there are {known}"
+                f"batch_options.inputs names {name!r}, which is not an input (inputs: {known})"
             )
             if not parameters.is_open:
                 raise InputError(message)
@@ -115,14 +115,14 @@ def refuse_absent_outputs(options: BatchOptions, *nests: Any) -> None:
                 for nest in nests
                 if flatten(nest)[0] and not isinstance(nest, Tensor)
             ]
-            there_are = (
-                f"there are {', '.join(known)}"
+            values = (
+                f"values: {', '.join(known)}"
                 if known
                 else "the result is one tensor, which outputs=0 declares"
             )
             raise InputError(
                 f"batch_options.outputs names {name!r}, which is neither in the model's result nor "
-                f"a value of loss_fn; {there_are}. Correct the name, or leave it out; declare a "
+                f"a value of loss_fn ({values}). Correct the name, or leave it out; declare a "
                 "value of loss_fn as train_step(loss_fn, batch_options=...)"
             )
 
@@ -187,8 +187,8 @@ def target_layout(
     for name in rules:
         if name != OTHERS and not has_value(target, name):
             raise InputError(
-                f"batch_options.target names {name!r}, which is not in the target; there are "
-                f"{names_in(target)}"
+                f"batch_options.target names {name!r}, which is not in the target "
+                f"(values: {names_in(target)})"
             )
     layout = _layout({"": target}, leaves, names, rules, size, "batch_options.target")
     layout.refuse_misfit()

@@ -111,8 +111,9 @@ def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> No
     )
     if missing or unknown:
         raise InputError(
-            f"this is no state of the model: missing are {', '.join(missing[:5]) or 'none'}; "
-            f"not known are {', '.join(list(unknown)[:5]) or 'none'}"
+            "the state dict does not fit the model; missing keys: "
+            f"{', '.join(missing[:5]) or 'none'}; unknown keys: "
+            f"{', '.join(list(unknown)[:5]) or 'none'}"
         )
     own = module.state_dict()
     for key, tensor in own.items():

@@ -100,7 +100,7 @@ def put(module: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str
                 raise InputError(
                     "the checkpoint is of another kind of optimizer than this "
                     f"{type(optimizer).__name__}: it has {min(more)!r} and no {min(lacking)!r}; "
-                    "make the optimizer as it was when it was saved"
+                    "make the kind of optimizer that was saved"
                 )
             group.update(settings)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -117,8 +117,8 @@ def _names(module: nn.Module) -> dict[int, list[str]]:
 def _known(names: Mapping[int, list[str]], parameter: Tensor) -> list[str]:
     if id(parameter) not in names:
         raise InputError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of this "
-            "process's: make it of pipeline.parameters()"
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in this "
+            "process: make the optimizer from pipeline.parameters()"
         )
     return names[id(parameter)]
 

@@ -171,7 +171,7 @@ class BatchChecks:
         advice = f"{_spelt(right)} gives the batch's results" if right is not None else _WAYS_OUT
         return BatchError(
             f"{error}. The inputs were cut: {layout.description()}. {advice}; chunks=1 does not "
-            "cut the batch, and BatchOptions(verify=False) takes micro-batches as they are"
+            "cut the batch, and BatchOptions(verify=False) turns this check off"
         )
 
     def _holds(self, call: Call, parameters: Parameters, options: BatchOptions, run: Run) -> bool:

@@ -93,8 +93,8 @@ def _difference(
         if not closeness(other, one):
             norms = f"{float(other[0]):.6g} instead of {float(one[0]):.6g}"
             return (
-                f"its graph gives another gradient than the model: that of {name!r} "
-                f"has a norm of {norms}"
+                "its graph gives another gradient than the model: "
+                f"the gradient of {name!r} has a norm of {norms}"
             )
     return ""
 

@@ -91,7 +91,7 @@ def placing(given: Placement | Mapping[str, Any]) -> Placement:
     try:
         placement = given if isinstance(given, Placement) else Placement.model_validate(given)
     except InputError as error:
-        raise PlacementError(f"this is no placement: {error}") from error
+        raise PlacementError(f"this is not a placement: {error}") from error
     if not placement.layer_devices:
         why = f": {placement.infeasible.reason}" if placement.infeasible else ""
         raise PlacementError(f"the placement is {placement.status} and places no layer{why}")
@@ -123,7 +123,7 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
         for part in name.split(MERGED):
             if part.partition("@")[0] not in known:
                 raise PlacementError(
-                    f"layer {part!r} is no module of {type(module).__name__}; its layers are "
+                    f"layer {part!r} is not a module of {type(module).__name__}; its layers are "
                     f"{', '.join(examples[:8])}, ...{_wrapping(part, known)}"
                 )
 

@@ -104,7 +104,7 @@ def resolve_limits(
     for device, limit in limits.items():
         if device not in found:
             raise InputError(
-                f"memory_bytes names {device}, which is none of {', '.join(map(str, found))}"
+                f"memory_bytes names {device}, which is not in {', '.join(map(str, found))}"
             )
         if not isinstance(limit, int) or limit <= 0:
             raise InputError(

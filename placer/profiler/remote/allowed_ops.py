@@ -116,7 +116,7 @@ def find(name: str) -> Callable[..., Any]:
     # an ``out`` argument could write outside the layer's own results
     if any(argument.is_out for argument in schema.arguments):
         raise InputError(
-            f"operator {name[:100]!r} writes where it is told to, which a graph from elsewhere may "
+            f"operator {name[:100]!r} writes to an out argument, which a graph from elsewhere may "
             "not"
         )
     found: Callable[..., Any] = operator

@@ -243,7 +243,7 @@ def _region(operation: Operation) -> tuple[Any, ...]:
             or dtype in ({"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "float32"})
         ):
             return ("autocast", "device", dtype and getattr(torch, dtype["dtype"]), enabled, cache)
-    raise InputError(f"{str(operation.args)[:100]} is no region that can be opened")
+    raise InputError(f"{str(operation.args)[:100]} is not a region that can be opened")
 
 
 def _check_refs(argument: Any, known: set[str]) -> None:
@@ -280,5 +280,5 @@ def _bound(argument: Any, known: dict[str, Any], device: torch.device) -> Any:
         return torch.strided
     names = MEMORY_FORMATS if tag == "memory_format" else DTYPES
     if content not in names:
-        raise InputError(f"{tag} {content!r} is not known; there are {', '.join(names)}")
+        raise InputError(f"{tag} {content!r} is not known; give one of {', '.join(names)}")
     return getattr(torch, content)

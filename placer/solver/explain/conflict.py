@@ -124,7 +124,11 @@ def _of_layers(problem: Problem) -> Iterator[Requirement]:
 
 def _of_numbers(problem: Problem) -> Iterator[Requirement]:
     if problem.contiguous:
-        yield Requirement("stages are contiguous: values never come back to a device", "contiguous")
+        chosen = problem.request.constraints.contiguous is not None
+        unless = "" if chosen else " (unless contiguous=False)"
+        yield Requirement(
+            f"stages are contiguous{unless}: values never come back to a device", "contiguous"
+        )
     if problem.most_devices < min(len(problem.devices), len(problem.layers)):
         yield Requirement(f"max_devices = {problem.most_devices}", "most")
     if problem.least_devices > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,13 +65,9 @@ def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
             each = "; ".join(
                 f"{name!r} only on {listed(devices)}" for name, devices in list(bound.items())[:6]
             )
-            why = (
-                "colocated"
-                if _one_group(problem, layers)
-                else "kept together by colocation and contiguity"
-            )
             return Infeasibility(
-                reason=f"layers {listed(names)} are {why}, but share no device: {each}",
+                reason=f"layers {listed(names)} are {_why_together(problem, layers)}, "
+                f"but share no device: {each}",
                 layers=names,
                 devices=tuple(sorted({device for devices in bound.values() for device in devices})),
             )
@@ -107,8 +104,17 @@ def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
     return None
 
 
-def _one_group(problem: Problem, layers: tuple[int, ...]) -> bool:
-    return any(set(layers) <= set(group) for group in problem.groups)
+def _why_together(problem: Problem, layers: tuple[int, ...]) -> str:
+    """Return why layers must share a device, in words."""
+    if any(set(layers) <= set(group) for group in problem.groups):
+        return "colocated"
+    names, rules = set(_names(problem, layers)), problem.request.constraints
+    pins = Counter(device for name, device in rules.pinned.items() if name in names)
+    groups = (*problem.request.profile.colocated, *rules.colocated)
+    causes = ["colocation"] * any(len(names.intersection(group)) > 1 for group in groups)
+    causes += ["pins"] * (max(pins.values(), default=0) > 1)
+    # Without a group or pins, layers share a device only if the graph of the model has a cycle.
+    return f"kept together by {' and '.join([*causes, 'contiguity'])}"
 
 
 def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None:

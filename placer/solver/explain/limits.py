@@ -29,6 +29,14 @@ FASTER = 2.0
 LONGER = 1.1
 """Factor of a required bottleneck."""
 
+LEAST_S = 1.0
+"""Seconds that a changed request may take, however quickly the request itself was answered."""
+TIMES_LONGER = 10.0
+"""Factor of the request's own time that a changed request may take, if that is longer.
+
+Some changes make a problem that is never proven, such as stages that need not be contiguous. They
+would use all of the time limit after an answer that took a moment."""
+
 WORTH = 1e-4
 """Relative gain below which a change is not reported."""
 
@@ -47,10 +55,11 @@ def limits_of(
         time_left_s: for all of them together; those for which none is left are not asked.
     """
     until = monotonic() + time_left_s
+    most_s = max(LEAST_S, TIMES_LONGER * placement.solve_time_s)
     changes = [*_changes(request, placement)]
     values: dict[str, float] = {}
     for number, (words, changed) in enumerate(changes):
-        left_s = (until - monotonic()) / (len(changes) - number)
+        left_s = min((until - monotonic()) / (len(changes) - number), most_s)
         if left_s > 0.01:
             asked = changed.model_copy(
                 update={"explain": False, "break_ties": False, "time_limit_s": left_s}

@@ -358,5 +358,5 @@ def check_said(request: PlacementRequest, reading: StepReading, placement: Place
     bounds = [one.bound for one in step.choices if one.bound is not None]
     require(
         (placement.bound or 0.0) <= min(bounds),
-        f"bound {placement.bound} is above that of a choice",
+        f"bound {placement.bound} is above a choice's bound",
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from placer.capture import LayerGraph, capture_graph
 from placer.capture.layers import named_state
 from placer.capture.pytrees import flatten
-from placer.errors import CaptureError
+from placer.errors import CaptureError, InputError
 
 
 def _run(graph: LayerGraph, inputs: list[Any]) -> list[Any]:
@@ -219,3 +219,8 @@ def test_the_line_of_the_model_that_cannot_be_captured_is_told() -> None:
         match=r"data-dependent.*\(at .*test_capture\.py:\d+: return y \* 2 if y\.sum\(\)",
     ):
         capture_graph(_Branches(), torch.randn(2, 4), hooks=False)
+
+
+def test_a_granularity_in_the_place_of_keyword_arguments_is_refused_with_its_name() -> None:
+    with pytest.raises(InputError, match=r"kwargs is a str; .*granularity='fine'"):
+        capture_graph(nn.Linear(2, 2), torch.ones(1, 2), "fine")  # type: ignore[arg-type]

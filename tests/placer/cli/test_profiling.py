@@ -148,24 +148,27 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
         ),
         (
             ["--objective", "devices"],
-            "bottleneck_ms is None: objective 'devices' needs one (--bottleneck MS)",
+            "bottleneck_ms is missing: objective 'devices' needs the longest time of a device",
         ),
         (["--schedule", "fast"], "schedule: should be 'auto', 'fill-drain'"),
-        (["--memory", "much"], "'much' is no size"),
+        (["--memory", "much"], "'much' is not a size"),
         (["--pin", "net1"], "'net1' names no layer and device"),
         (["--min-devices", "3", "--max-devices", "2"], "min_devices is 3, but"),
         (["--time-limit", "1e9"], "time_limit_s: should be less than or equal to 86400"),
-        (["--min-devices", "3"], "constraints.min_devices is 3, but there are 2"),
+        (
+            ["--min-devices", "3"],
+            "constraints.min_devices is 3, but the cluster has 2 devices; give 2 or less",
+        ),
         (["--pin", "net1=cpu:7"], "there is no device 'cpu:7'; the cluster has cpu:0, cpu:1"),
         (["--memory", "cpu:7=1GiB"], "there is no device 'cpu:7'; the cluster has cpu:0, cpu:1"),
         (["--server", "localhost:80"], "server 'localhost:80' is not the URL of a service"),
         (
             ["--objective", "step", "--batch-size", "17"],
-            "17 samples are no whole number of micro-batches of 4;",
+            "17 samples cannot be divided into micro-batches of 4;",
         ),
         (
             ["--objective", "step", "--batch-size", "17", "--batch-sizes", "4,8"],
-            "17 samples are no whole number of micro-batches of 4 or 8",
+            "17 samples cannot be divided into micro-batches of 4 or 8",
         ),
     ],
 )
@@ -224,7 +227,7 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         ),
         (
             ["placer.zoo.toy:ToyModel", "-i", "2x10", "--devices", "5000"],
-            "device 128 is beyond what torch can name",
+            "devices is 5000, more than the 128 devices of a kind",
         ),
         (
             ["placer.zoo.toy:ToyModel", "-i", "x=2x10", "-i", "2x10"],
@@ -238,7 +241,7 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
             ["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "cuda:7=1GiB"],
             "there is no device 'cuda:7'",
         ),
-        (["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "much"], "'much' is no size"),
+        (["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "much"], "'much' is not a size"),
         (["placer.zoo.toy:ToyModel"], "--input"),
         (["placer.zoo.toy:ToyModel", "-i", "2x11"], "the model fails on the example inputs"),
         (
@@ -322,8 +325,8 @@ def test_limits_of_merged_devices_go_by_their_names_there(run: Run, tmp_path: Pa
         (["a", "--network", "1GB/s"], "go with --merge"),
         (["--merge", "CLUSTER"], "holds a cluster; a profile is needed"),
         (["--merge", "CHAIN", "OTHER"], "other layers than the first"),
-        (["--merge", "CHAIN", "--network", "quick"], "'quick' is no bandwidth"),
-        (["--merge", "CHAIN", "--network", "1GB/s,2"], "'2' is no time"),
+        (["--merge", "CHAIN", "--network", "quick"], "'quick' is not a bandwidth"),
+        (["--merge", "CHAIN", "--network", "1GB/s,2"], "'2' is not a time"),
         (["--merge", "absent.json"], "cannot read absent.json"),
         (
             ["placer.zoo.toy:ToyModel", "--gather"],

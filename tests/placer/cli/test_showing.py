@@ -7,7 +7,7 @@ import pytest
 from commands import Run, chain
 
 from placer.report.timeline import Measurement, Row
-from placer.schema import PlacementRequest, Profile
+from placer.schema import PlacementRequest, Profile, Progress
 
 
 def test_show_tells_profiles_clusters_and_requests_apart(run: Run, chain_file: Path) -> None:
@@ -177,3 +177,43 @@ def test_compare_refuses_what_is_of_different_kinds(run: Run, chain_file: Path) 
     answer = run("compare", chain_file, "-", stdin=run("solve", chain_file).out)
     assert answer.code == 2
     assert "a profile and a placement cannot be compared" in answer.err
+
+
+def test_show_tells_how_far_a_solve_on_a_service_is(run: Run) -> None:
+    """The response of a running solve has a status, and was read as a placement."""
+    running = Progress(
+        id="abc", status="running", incumbent=4.5, bound=4.0, gap=0.5 / 4.5, elapsed_s=3.2
+    ).model_dump_json()
+    answer = run("show", "-", stdin=running)
+    assert answer.code == 0, answer.err
+    assert "solve abc is running after 3.2 s; best objective so far 4.5, bound 4, gap 11.11%" in (
+        answer.out
+    )
+    queued = Progress(id="abc", status="queued").model_dump_json()
+    assert "no placement is known so far" in run("show", "-", stdin=queued).out
+    assert json.loads(run("show", "-", "--json", stdin=queued).out)["status"] == "queued"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("show", "-", "--html", "x.html"), ("show", "-", "--svg", "x.svg"), ("solve", "-")],
+)
+def test_a_solve_that_has_not_ended_is_no_placement(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = run(*command, stdin=Progress(id="abc", status="running").model_dump_json())
+    assert answer.code == 2
+    assert "holds the progress of" in answer.err and not list(tmp_path.iterdir())
+
+
+def test_an_error_of_the_service_is_shown_as_one(run: Run) -> None:
+    problem = {
+        "type": "urn:placer:problem:no-such-placement",
+        "title": "There is no such placement",
+        "status": 404,
+        "detail": "there is no placement abc; POST its request to /v1/placements",
+    }
+    answer = run("show", "-", stdin=json.dumps(problem))
+    assert answer.code == 2
+    assert "holds an error of the service: there is no placement abc" in answer.err

@@ -32,8 +32,14 @@ def test_inside_logical_devices_all_of_them_are_available() -> None:
             devices.resolve(["cpu:3"])
 
 
+@pytest.mark.parametrize("count", [0, -1, True, False, 1000])
+def test_resolve_refuses_a_number_that_is_not_a_count_of_devices(count: int) -> None:
+    with pytest.raises(InputError, match=f"devices is {count}"):
+        devices.resolve(count)
+
+
 def test_resolve_refuses_none_and_twice() -> None:
-    with pytest.raises(InputError, match="none in it"):
+    with pytest.raises(InputError, match="devices is an empty list"):
         devices.resolve([])
     with pytest.raises(InputError, match="twice"):
         devices.resolve(["cpu:0", torch.device("cpu", 0)])

@@ -53,7 +53,7 @@ def test_results_are_joined_along_the_declared_dimension(
         (batches.weighed_undeclared, "weigh="),
         (batches.contrastive, "chunks=1"),
         (batches.sequence_first_undeclared, "chunks=1"),
-        (batches.absent_input, "names 'unknown', which is not an input; there are x"),
+        (batches.absent_input, "names 'unknown', which is not an input (inputs: x)"),
         (batches.absent_dimension, "dimension 5 is the batch, and no tensor has that many"),
         (batches.absent_output, "names 'unknown', which is neither in the model's result"),
     ],

@@ -765,7 +765,7 @@ def test_a_loss_that_gives_another_tuple_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (BatchOptions(inputs={"y": 1}), "names 'y', which is not an input; there are x"),
+        (BatchOptions(inputs={"y": 1}), r"names 'y', which is not an input \(inputs: x\)"),
         (BatchOptions(inputs={"x": 2}), r"dimension 2 of 'x' is the batch; it has shape \(8, 6\)"),
         (
             BatchOptions(inputs={"x": "items"}),

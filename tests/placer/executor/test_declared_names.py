@@ -116,17 +116,17 @@ PATHS: dict[str, Path] = {
         ),
         (
             BatchOptions(inputs={"unknown": 1}),
-            r"inputs names 'unknown', which is not an input; there are x",
+            r"inputs names 'unknown', which is not an input \(inputs: x\)",
         ),
         (BatchOptions(inputs={"x": 0, "*": 2}), None),
         (BatchOptions(inputs={"mask": 0}), None),
         (
             BatchOptions(outputs={"unknown": 0}),
-            r"outputs names 'unknown'.*there are logits, parts.0, parts.1",
+            r"outputs names 'unknown'.*values: logits, parts.0, parts.1",
         ),
         (
             BatchOptions(outputs={"parts.2": 0}),
-            r"outputs names 'parts.2'.*there are logits, parts.0, parts.1",
+            r"outputs names 'parts.2'.*values: logits, parts.0, parts.1",
         ),
         (BatchOptions(outputs={"parts": 0, "logits": 0}), None),
     ],
@@ -200,7 +200,7 @@ def test_a_nested_name_is_refused_with_the_parts_that_there_are() -> None:
     flow = DataFlow(Nested(), device_ids=DEVICES)
     flow.update_flow()
     with pytest.raises(
-        InputError, match=r"names 'batch.y', which is not a part of 'batch'; there are batch.x"
+        InputError, match=r"names 'batch.y', which is not a part of 'batch' \(parts: batch.x"
     ):
         flow({"x": X}, chunks=2, batch_options=BatchOptions(inputs={"batch.y": 0}))
     with pytest.raises(InputError, match=r"the result is one tensor, which outputs=0 declares"):

@@ -56,7 +56,8 @@ def test_a_word_for_a_flag_of_a_flow_is_refused_as_it_would_count_as_true(name: 
 @pytest.mark.parametrize("devices", ["cpu:0", torch.device("cpu"), 0.5])
 def test_one_device_without_a_list_is_named_with_the_list_to_write(devices: Any) -> None:
     with pytest.raises(
-        InputError, match=r"give a list, such as \['cuda:0', 'cuda:1'\], or their number"
+        InputError,
+        match=r"device_ids is .*; give a list, such as \['cuda:0', 'cuda:1'\], or their number",
     ):
         DataFlow(ToyModel(), device_ids=devices)
 
@@ -74,12 +75,12 @@ def test_a_device_beside_those_of_the_flow_is_one_of_them_once_a_map_or_a_placem
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"net1": "cpu:1"}, r"a map of layers goes into flow.layer_gpus.update\(...\)"),
+        ({"net1": "cpu:1"}, r"put a map of layers into flow.layer_gpus.update\(...\)"),
         (
             '{"layer_devices": {"net1": "cpu:1"}}',
             "a str; give a Placement, which Placement.model_validate_json",
         ),
-        ({"layer_devices": {"net1": "cpu:1"}}, "this is no placement: .*status"),
+        ({"layer_devices": {"net1": "cpu:1"}}, "this is not a placement: .*status"),
     ],
 )
 def test_what_is_no_placement_is_told_apart(given: Any, told: str) -> None:

@@ -253,7 +253,7 @@ class Step(OfOneLength):
 
 def test_calls_of_which_none_comes_back_run_through_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a sliding window's cache, which counts tokens: each token had a large model
-    captured anew."""
+    captured again."""
     model, reference = twins(Step)
     made = count_captures(monkeypatch)
     x = _floats(3, 5, 4)
@@ -263,7 +263,7 @@ def test_calls_of_which_none_comes_back_run_through_hooks(monkeypatch: pytest.Mo
         ours, theirs = [0], [0]
         for _ in range(4):
             torch.testing.assert_close(flow(x, ours).cpu(), reference(x, theirs))
-        with pytest.warns(UserWarning, match="each had the model captured anew"):
+        with pytest.warns(UserWarning, match="calls captured the model again"):
             torch.testing.assert_close(flow(x, ours).cpu(), reference(x, theirs))
         for _ in range(8):
             torch.testing.assert_close(flow(x, ours).cpu(), reference(x, theirs))
@@ -280,7 +280,7 @@ def test_steps_and_streams_do_not_capture_every_shape_for_ever(
     made = count_captures(monkeypatch)
     inputs = [_floats(4, length, 4) for length in range(3, 13)]
     target = torch.zeros(4, 2, dtype=torch.float64)
-    with logical_devices(2), pytest.warns(UserWarning, match="each had the model captured anew"):
+    with logical_devices(2), pytest.warns(UserWarning, match="calls captured the model again"):
         flow = DataFlow(model)
         scatter_layers(flow, 2)
         train = flow.train_step(functional.mse_loss)

@@ -34,7 +34,7 @@ def test_a_device_may_have_a_limit_of_its_own() -> None:
 
 
 def test_a_limit_for_a_device_that_is_not_measured_is_refused() -> None:
-    with pytest.raises(InputError, match="memory_bytes names cpu:5, which is none of cpu:0, cpu:1"):
+    with pytest.raises(InputError, match="memory_bytes names cpu:5, which is not in cpu:0, cpu:1"):
         measure_cluster(["cpu:0", "cpu:1"], memory_bytes={"cpu:5": 1}, progress=False)
 
 

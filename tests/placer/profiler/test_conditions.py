@@ -58,7 +58,7 @@ def test_a_switch_that_torch_does_not_tell_stops_nothing() -> None:
     def refuse() -> None:
         raise RuntimeError("mix of the legacy and new APIs")
 
-    assert module._setting(refuse) == "not told"
+    assert module._setting(refuse) == "unknown"
 
 
 def parameter() -> list[nn.Parameter]:

@@ -159,7 +159,7 @@ def test_a_placement_of_nothing_is_refused() -> None:
         ),
         (
             {"model": zoo.gpt(3, 16, 2, 16, 50)},
-            r"GPT have \d+ bytes of parameters, those of the profile \d+",
+            r"GPT have \d+ bytes of parameters, the profile's layers \d+",
         ),
         ({"loss_fn": nn.CrossEntropyLoss, "target": TOKENS}, r"such as CrossEntropyLoss\(\)"),
         ({"example_inputs": TOKENS[:1]}, "a micro-batch of 1, and the profile is of one of 2"),

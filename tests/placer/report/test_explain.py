@@ -171,7 +171,8 @@ def test_a_whole_batch_is_shown_with_the_best_that_was_not_chosen() -> None:
     assert "64 samples: 4 micro-batches of 16, 1f1b, 4571 samples/s, devices idle 25%" in row(
         text, "batch       "
     )
-    assert "14.00 ms in a row, as in a training loop; 15.00 ms alone" in row(text, "a step      ")
+    line = row(text, "a step      ")
+    assert "14.00 ms steady-state, as in a training loop; 15.00 ms isolated" in line
     others = [line for line in text.splitlines() if "instead " in line]
     assert len(others) == 3 and "8 micro-batches of 8, 1f1b: 15.50 ms" in others[0]
 

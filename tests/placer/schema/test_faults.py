@@ -55,12 +55,13 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
         (
             PlacementRequest,
             {"profile": PROFILE, "constraints": {"pinned": {"b": "d"}}},
-            "PlacementRequest: constraints.pinned: there is no layer 'b'; there are 'a'$",
+            "PlacementRequest: constraints.pinned: there is no layer 'b'; there is only 'a'$",
         ),
         (
             PlacementRequest,
             {"profile": PROFILE, "constraints": {"recompute": {"cuda:0": "always"}}},
-            "PlacementRequest: constraints.recompute: there is no device 'cuda:0'; there are 'd'$",
+            "PlacementRequest: constraints.recompute: there is no device 'cuda:0'; "
+            "there is only 'd'$",
         ),
         # pydantic's names of the branches of a union were in the place
         (

@@ -50,7 +50,9 @@ def test_a_public_function_has_at_most_ten_parameters(name: str) -> None:
 
 
 def test_single_fields_add_to_an_options_object_of_a_base_class() -> None:
-    asked = combined(SuggestOptions, SolveOptions(chunks=4), {"granularity": "fine"})
+    asked = combined(
+        SuggestOptions, SolveOptions(chunks=4), {"granularity": "fine"}, placer.suggest
+    )
     assert (asked.chunks, asked.granularity, asked.objective) == (4, "fine", "throughput")
 
 
@@ -66,7 +68,7 @@ def test_single_fields_add_to_an_options_object_of_a_base_class() -> None:
 )
 def test_options_that_cannot_be_used_are_named(options: Any, fields: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        combined(SuggestOptions, options, fields)
+        combined(SuggestOptions, options, fields, placer.suggest)
 
 
 def test_an_argument_of_suggest_may_not_be_given_in_options_too() -> None:

@@ -104,8 +104,7 @@ def test_a_number_that_is_none_or_a_device_that_is_out_of_reach_is_refused(edit,
         (
             ["b", "d"],
             "b",
-            "edge from 'a': rest_until names 'b', "
-            "which is no layer after the target before the last",
+            "edge from 'a': rest_until names 'b', which does not run after the last target but one",
         ),
         (["b", "d"], "e", "rest_until names 'e'"),
         (["b", "d"], "z", "edge from 'a': rest_until: there is no layer 'z'"),

@@ -6,6 +6,7 @@ of all maps took up to 30 seconds for maps with many changes of device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from time import monotonic
 
@@ -37,12 +38,9 @@ SETTINGS = examples(400)
 def _pulling(request: PlacementRequest) -> set[str]:
     """Return the colocated layers that would pull others onto their device if contiguous."""
     names = [layer.name for layer in request.profile.layers]
-    by_pin: dict[str, list[str]] = {}
-    for layer, device in request.constraints.pinned.items():
-        by_pin.setdefault(device, []).append(layer)
     joined = networkx.Graph()
     joined.add_nodes_from(names)
-    for group in (*request.profile.colocated, *request.constraints.colocated, *by_pin.values()):
+    for group in (*request.profile.colocated, *request.constraints.colocated):
         joined.add_edges_from(pairwise(group))
     node_of = {
         name: min(group) for group in networkx.connected_components(joined) for name in group
@@ -203,3 +201,50 @@ def test_a_free_placement_is_found_where_no_other_fits() -> None:
     assert placement.status == "optimal" and placement.layer_devices == dict(
         zip("abcde", "xyxyx", strict=True)
     )
+
+
+def _row(times_ms: Sequence[float], **rules: object) -> PlacementRequest:
+    """Return layers of 1 byte in a row, for two devices."""
+    names = [f"l{i}" for i, _ in enumerate(times_ms)]
+    profile = Profile(
+        layers=[
+            Layer(name=name, forward_ms={"t": time_ms}, param_bytes=1)
+            for name, time_ms in zip(names, times_ms, strict=True)
+        ],
+        edges=[Edge(source=a, targets=(b,), bytes=0) for a, b in pairwise(names)],
+        cluster=Cluster(
+            devices=[Device(name=name, type="t", memory_bytes=10) for name in "xy"],
+            links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e9) for a, b in ("xy", "yx")],
+        ),
+    )
+    return PlacementRequest(profile=profile, constraints=Constraints(**rules))
+
+
+@pytest.mark.parametrize("objective", ["throughput", "memory", "latency"])
+def test_layers_pinned_to_one_device_stay_in_one_contiguous_stage(objective: str) -> None:
+    """Pins to one device counted as colocation, which ended contiguity without being asked."""
+    request = _row([1.0] * 8, pinned={"l0": "x", "l6": "x"}).model_copy(
+        update={"objective": objective}
+    )
+    placement = placer.solve(request)
+    assert placement.status == "optimal" and placement.contiguous
+    assert {placement.layer_devices[f"l{i}"] for i in range(7)} == {"x"}
+
+
+def test_pins_never_make_a_placement_better() -> None:
+    """The best cut of 2, 3 and 1 ms takes 4 ms; without contiguity, 2 + 1 and 3 take 3 ms."""
+    assert placer.solve(_row([2.0, 3.0, 1.0])).objective_value == pytest.approx(4.0)
+    pinned = placer.solve(_row([2.0, 3.0, 1.0], pinned={"l0": "x", "l2": "x"}))
+    assert pinned.objective_value == pytest.approx(6.0)
+
+
+def test_pins_that_contradict_contiguity_are_named() -> None:
+    pins = {"l0": "x", "l3": "y", "l7": "x"}
+    why = placer.solve(_row([1.0] * 8, pinned=pins)).infeasible
+    assert why is not None
+    assert "kept together by pins and contiguity" in why.reason
+    assert set(why.requirements) == {
+        "stages are contiguous (unless contiguous=False): values never come back to a device",
+        *(f"layer {name!r} is pinned to {device!r}" for name, device in pins.items()),
+    }
+    assert placer.solve(_row([1.0] * 8, pinned=pins, contiguous=False)).layer_devices

@@ -87,8 +87,9 @@ def test_a_wrong_claim_is_caught(answered, changes):
 
 def test_a_free_placement_that_is_called_contiguous_is_caught(chain):
     """Return its last layer is fed by two devices that feed each other."""
-    pinned = {"l0": "d0", "l1": "d1", "l2": "d0", "l3": "d2"}
-    request = chain([1, 1, 1, 1], devices=3, constraints=Constraints(pinned=pinned))
+    pinned = {"l0": "d0", "l1": "d1", "l3": "d2"}
+    rules = Constraints(pinned=pinned, colocated=(("l0", "l2"),))
+    request = chain([1, 1, 1, 1], devices=3, constraints=rules)
     placement = solve(request)
     assert not placement.contiguous
     with pytest.raises(PlacementError, match=r"round between \['d0', 'd1', 'd2'\]"):

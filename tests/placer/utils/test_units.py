@@ -71,7 +71,8 @@ def test_a_size_is_read_as_a_person_means_it(text: str, size_bytes: int) -> None
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 gigs", "1e9", "nan", "8GiB 2"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(
-        InputError, match=r"is no size; write a number and a unit, as in 8GiB, 1\.5GB or 4096: KiB"
+        InputError,
+        match=r"is not a size; write a number and a unit, as in 8GiB, 1\.5GB or 4096: KiB",
     ):
         parse_bytes(text)
 
@@ -98,7 +99,7 @@ def test_bandwidths_are_read_in_bytes_and_in_bits(text: str, bytes_per_s: float)
 
 @pytest.mark.parametrize("text", ["", "fast", "0GB/s", "12m"])
 def test_what_is_no_bandwidth_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="is no bandwidth"):
+    with pytest.raises(InputError, match="is not a bandwidth"):
         parse_bandwidth(text)
 
 
@@ -110,5 +111,5 @@ def test_times_are_read_with_their_unit(text: str, seconds: float) -> None:
 
 
 def test_a_time_without_a_unit_is_refused() -> None:
-    with pytest.raises(InputError, match="'20' is no time"):
+    with pytest.raises(InputError, match="'20' is not a time"):
         parse_seconds("20")

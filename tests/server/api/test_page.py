@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from browser import CHROMIUM, DRIVER, browsing
 
 import placer_server
 from placer.report.page import html_report
-from placer.schema import Placement, PlacementRequest
+from placer.schema import Objective, Placement, PlacementRequest
 from placer_server.app import background
 from placer_server.openapi import examples
 from placer_server.settings import Settings
@@ -57,6 +58,12 @@ def test_every_input_of_the_page_has_a_label():
     fields = re.findall(r'<(?:input|select)[^>]*\bid="([^"]+)"', text)
     assert len(fields) > 8
     assert set(fields) <= set(re.findall(r'<label for="([^"]+)"', text))
+
+
+def test_the_page_offers_every_objective():
+    text = (SOURCES / "index.html").read_text()
+    (select,) = re.findall(r'<select id="objective">(.*?)</select>', text, re.DOTALL)
+    assert set(re.findall(r'value="([^"]+)"', select)) == set(get_args(Objective))
 
 
 @pytest.fixture(scope="module")
@@ -579,6 +586,34 @@ def test_a_whole_batch_is_asked_for_and_back(page):
     page.set("#objective", "latency")
     page.until("document.querySelector('#current .facts')?.textContent.includes('One sample')")
     assert page.run("return document.querySelector('#error').hidden")
+
+
+@needs_chromium
+def test_a_whole_batch_of_a_training_loop_becomes_another_objective(page):
+    """The kind of step stayed in the request, which only objective "step" accepts."""
+    drop(page, trained(objective="step", schedule="auto", steps="in-a-row", chunks=8))
+    page.until("document.querySelectorAll('#current .node').length === 4")
+    page.set("#objective", "latency")
+    page.until("document.querySelector('#current .facts')?.textContent.includes('One sample')")
+    assert page.run("return document.querySelector('#error').hidden")
+
+
+@needs_chromium
+def test_the_fewest_devices_within_a_time_are_asked_for(page):
+    ask_example(page)
+    is_current(page)
+    visible = "return document.querySelector('#bottleneck').checkVisibility()"
+    assert not page.run(visible)
+    page.set("#objective", "devices")
+    page.until("document.querySelector('#current .facts')?.textContent.includes('Devices used')")
+    assert page.run(visible)
+    assert fact(page, "Devices used") == "2 devices"  # as fast as the placement before
+    page.set("#bottleneck", 1_000_000)
+    page.until("document.querySelector('#current .facts')?.textContent.includes('1 device')")
+    page.set("#bottleneck", "")
+    page.set("#objective", "throughput")
+    is_current(page)
+    assert not page.run(visible)
 
 
 @needs_chromium

@@ -208,8 +208,8 @@ def compare_losses(
         except Exception as error:
             # a user's function may raise anything on results without a graph
             warn(
-                "the loss of micro-batches was not compared with that of the whole batch, of which "
-                f"it fails: {type(error).__name__}: {error}"
+                "the loss of micro-batches was not compared with the whole batch's loss, which "
+                f"fails: {type(error).__name__}: {error}"
             )
             return Joining.from_options(loss_fn.options)
         expected, values = detached_nest((expected, values))
@@ -404,7 +404,7 @@ def _taken_from_the_first(
 _GENERAL_WAYS_OUT = (
     "If it is a mean that leaves samples or labels out, give the weight of each sample, as "
     "batch_options=BatchOptions(weigh=f); if it is a sum over samples, reduction='sum'; if it "
-    "compares samples with one another, chunks=1; BatchOptions(verify=False) takes it as it is"
+    "compares samples with one another, chunks=1; BatchOptions(verify=False) turns this check off"
 )
 
 

@@ -28,6 +28,7 @@ from placer.capture.loss_functions import LossFunction, loss_and_values
 from placer.capture.pytrees import Structure, flatten
 from placer.errors import InputError
 from placer.executor.micro_batches import weights_of
+from placer.executor.training.loss.label_weights import CountedLabels
 from placer.schema import BatchOptions
 from placer.schema.batch_options import Weigh
 from placer.utils.user_warnings import warn
@@ -160,7 +161,7 @@ class Weighing:
                 structure,
                 BatchLayout(size, nothing, structure.paths, (False,) * len(leaves)),
             )
-        layout = target_layout(target, leaves, structure, self.options, size, self._target_dims)
+        layout = self._layout(target, leaves, structure, size)
         weights = self.weights(inputs, target, size)
         if weights is None:
             return Goals(leaves, structure, layout)
@@ -170,6 +171,12 @@ class Weighing:
             share = torch.where(total == 0, torch.zeros_like(total), size / total)
             leaves, structure = flatten(Weighed(target, weights * share))
         return Goals(leaves, structure, _with_weights_behind(layout))
+
+    def _layout(
+        self, target: Any, leaves: Sequence[Any], structure: Structure, size: int
+    ) -> BatchLayout:
+        """Return the batch dimensions of a target."""
+        return target_layout(target, leaves, structure, self.options, size, self._target_dims)
 
     def weights(self, inputs: Any, target: Any, size: int) -> Tensor | None:
         """Return the weight of each sample, shape ``(N,)``; None for equal weights.
@@ -182,13 +189,19 @@ class Weighing:
         Raises:
             InputError: if ``weigh`` fails, or does not return a number for each sample.
         """
-        advice = "; it is given those of the step"
+        advice = "; it receives the step's inputs and target"
         if inputs is None:
             advice = (
                 "; the inputs are with the first of several processes, so weigh by the target, and "
                 "give the labels as that"
             )
-        return weights_of(self.options, inputs, target, size, advice)
+        options = self.options
+        if isinstance(options.weigh, _Labels):
+            # Such a loss takes one tensor of labels.
+            dims = self._layout(target, *flatten(target), size).dims
+            labels = replace(options.weigh, dim=next(iter(dims), None))
+            options = options.model_copy(update={"weigh": labels})
+        return weights_of(options, inputs, target, size, advice)
 
     def tell_of_labels(self, tensors: Sequence[Any]) -> None:
         """Warn once if the first split batch has ignored labels but no sample weights.
@@ -216,21 +229,24 @@ class Weighing:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Sample weights of torch's label losses: counted labels times class weights."""
+    """Sample weights of torch's label losses: counted labels times class weights.
+
+    Attributes:
+        loss_fn: the loss.
+        dim: the batch dimension of its target; None if the target is not cut.
+    """
 
     loss_fn: nn.CrossEntropyLoss | nn.NLLLoss
+    dim: int | None = 0
     may_give_none = True
 
-    def __call__(self, _: Any, target: Any) -> Tensor | None:
+    def __call__(self, inputs: Any, target: Any) -> Tensor | None:
         """Return weights of shape ``(N,)``, or None for class probabilities, which all count."""
-        if not isinstance(target, Tensor) or target.is_floating_point() or not target.dim():
+        if not isinstance(target, Tensor) or self.dim is None:
             return None
-        counted = target != self.loss_fn.ignore_index
-        if self.loss_fn.weight is not None:
-            counted = (
-                self.loss_fn.weight.to(target.device)[torch.where(counted, target, 0)] * counted
-            )
-        return counted.flatten(1).sum(1) if counted.dim() > 1 else counted
+        loss_fn = self.loss_fn
+        counted = CountedLabels("", self.dim, loss_fn.ignore_index, loss_fn.weight)
+        return counted(inputs, target)
 
 
 def merged(options: BatchOptions, weigh: Weigh | None) -> BatchOptions:
@@ -246,7 +262,7 @@ def merged(options: BatchOptions, weigh: Weigh | None) -> BatchOptions:
             f"weigh is {weigh!r}; give a function of inputs and target, or leave it out"
         )
     if options.weigh is not None:
-        raise InputError("weigh is given twice: leave it out beside BatchOptions(weigh=...)")
+        raise InputError("weigh is given twice: give it only as BatchOptions(weigh=...)")
     return options.model_copy(update={"weigh": weigh})
 
 

@@ -59,7 +59,7 @@ class Update:
             refuse_closures(optimizer)
             if isinstance(optimizer, torch.optim.SparseAdam):
                 raise InputError(
-                    "SparseAdam takes sparse gradients, and those of a training step are dense; "
+                    "SparseAdam needs sparse gradients, and a training step makes dense ones; "
                     "give another optimizer, such as SGD or Adagrad, or call the flow, "
                     "loss.backward() and optimizer.step() yourself"
                 )

@@ -209,8 +209,11 @@ def test_what_changes_between_all_calls_is_right_and_warned_of_once() -> None:
                 model.head.temperature = whole.head.temperature = 1.0 + call
                 batch = _batch()
                 torch.testing.assert_close(flow(batch).cpu(), whole(batch))
-    (warning,) = [str(one.message) for one in told if "captured anew" in str(one.message)]
-    assert warning.startswith("'temperature': forward reads what changes between calls")
+    texts = [str(one.message) for one in told]
+    (warning,) = [text for text in texts if "captures the model again" in text]
+    assert warning.startswith(
+        "'temperature': forward reads this value, which changes between calls"
+    )
 
 
 def test_what_changes_now_and_then_is_not_warned_of() -> None:

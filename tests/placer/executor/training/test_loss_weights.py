@@ -99,6 +99,23 @@ def test_torchs_losses_of_labels_are_weighed_by_those_that_they_count(
     compared(loss_fn, X, labels(), chunks, hooked)
 
 
+@pytest.mark.parametrize("length", [LENGTH, N])
+@pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_labels_of_a_sequence_first_target_are_counted_for_each_sample(
+    length: int, weight: Tensor | None, hooked: bool
+) -> None:
+    """The counts were those of the steps, along dimension 0, whatever the batch dimension was."""
+    x = torch.linspace(-1, 1, length * N * 4, dtype=torch.float64).reshape(length, N, 4)
+    labels = torch.arange(length * N).reshape(length, N) % CLASSES
+    # The samples have 0, 1, 2, ... labels that do not count.
+    steps = torch.arange(length).unsqueeze(1)
+    labels[steps >= length - torch.arange(N) % length] = -100
+    loss_fn = nn.CrossEntropyLoss(weight=weight)
+    options = BatchOptions(inputs=1, target=1)
+    compared(loss_fn, x, labels, 5, hooked, batch_options=options)
+
+
 def test_a_label_a_sample_may_be_left_out_too() -> None:
     model = nn.Sequential(
         nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES), nn.LogSoftmax(1)
@@ -215,7 +232,7 @@ def test_labels_that_are_left_out_without_a_weight_are_told_once(among_inputs: b
         (lambda target: target, r"weigh\(inputs, target\) failed: TypeError"),
         (
             lambda inputs, target: target["mask"],
-            r"weigh\(inputs, target\) failed: .*those of the step",
+            r"weigh\(inputs, target\) failed: .*it receives the step's inputs and target",
         ),
     ],
 )

@@ -101,7 +101,7 @@ def test_what_is_the_models_no_longer_is_not_stepped_by_gradients_of_before() ->
 def test_an_optimizer_of_sparse_gradients_is_refused_with_a_way_out() -> None:
     model = nn.Sequential(nn.Embedding(12, 6, sparse=True), nn.Linear(6, 4))
     with pytest.raises(
-        InputError, match=r"SparseAdam takes sparse gradients.*optimizer.step\(\) yourself"
+        InputError, match=r"SparseAdam needs sparse gradients.*optimizer.step\(\) yourself"
     ):
         _placed(model).train_step(
             functional.cross_entropy, torch.optim.SparseAdam(model[0].parameters())

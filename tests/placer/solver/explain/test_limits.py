@@ -5,6 +5,7 @@ import pytest
 from placer.errors import PlacementError
 from placer.schema import Constraints
 from placer.solver.check import check
+from placer.solver.explain.limits import limits_of
 from placer.solver.solve import solve
 
 
@@ -112,6 +113,21 @@ def test_a_pin_that_costs_time_is_a_rule_that_would_help_by_going(chain):
 def test_one_more_of_the_devices_that_are_there_would_help_where_not_all_may_be_used(chain):
     request = chain([1.0] * 6, devices=3, constraints=Constraints(max_devices=2), explain=True)
     assert changes(solve(request))["max_devices = 3"] == pytest.approx(3 / 2)
+
+
+@pytest.mark.parametrize(("solve_time_s", "most_s"), [(0.01, 1.0), (0.5, 5.0), (20.0, 60.0)])
+def test_the_time_of_a_change_follows_the_time_of_the_solve(chain, solve_time_s, most_s):
+    """The last change, to free stages, is not proven: it took all of the time limit."""
+    request = chain([1.0] * 12, devices=3)
+    placement = solve(request).model_copy(update={"solve_time_s": solve_time_s})
+    allowed_s = []
+
+    def solve_at_once(asked):
+        allowed_s.append(asked.time_limit_s)
+        return placement
+
+    limits_of(request, placement, solve_at_once, 60.0)
+    assert max(allowed_s) == pytest.approx(most_s, rel=0.01)
 
 
 def test_a_step_is_shorter_with_a_device_more(chain):

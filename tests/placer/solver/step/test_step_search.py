@@ -431,7 +431,7 @@ def test_better_placements_are_told_as_they_are_found():
         ),
         (
             {"size": 3, "batch_size": 4},
-            "4 samples are no whole number of micro-batches of 3; give a multiple",
+            "4 samples cannot be divided into micro-batches of 3; give a multiple",
         ),
     ],
 )
@@ -452,7 +452,7 @@ def _asked(change):
 def test_profiles_of_other_layers_are_refused():
     request = row([1.0, 1.0], size=2, batch_size=4)
     other = row([1.0, 1.0, 1.0]).profile
-    with pytest.raises(InputError, match="the one of 1 samples has other layers"):
+    with pytest.raises(InputError, match="the profile of 1 sample has other layers"):
         PlacementRequest.model_validate(request.model_dump() | {"profiles": [other.model_dump()]})
 
 
