@@ -25,9 +25,10 @@ demo: $(VENV)/installed  ## profile, place, split and verify ResNet-50 and U-Net
 
 test: lint types walls tables suite  ## everything that must hold: lint, types, import walls, tables of results, the test suite
 
-lint: $(VENV)/installed-test  ## ruff: rules and format
+lint: $(VENV)/installed-test  ## ruff: rules and format; codespell: typing errors
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/codespell $(SOURCES) docker *.md *.toml Makefile
 
 types: $(VENV)/linked  ## mypy --strict
 	$(BIN)/mypy --strict

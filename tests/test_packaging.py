@@ -220,6 +220,7 @@ def test_make_test_runs_lint_types_walls_tables_and_the_suite() -> None:
     for command in (
         "ruff check placer server client benchmarks docs examples tests",
         "ruff format --check placer server client benchmarks docs examples tests",
+        "codespell placer server client benchmarks docs examples tests",
         "mypy --strict",
         "lint-imports",
         "python -m benchmarks tables --check",

@@ -124,7 +124,11 @@ def test_hooks_run_the_tools_of_the_environment() -> None:
         hook for repo in parsed(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]
     ]
     commands = {hook["entry"] for hook in hooks if hook["language"] == "system"}
-    assert commands == {".venv/bin/ruff check --fix", ".venv/bin/ruff format"}
+    assert commands == {
+        ".venv/bin/ruff check --fix",
+        ".venv/bin/ruff format",
+        ".venv/bin/codespell",
+    }
 
 
 @pytest.mark.parametrize(("length", "refused"), [(1, False), (72, False), (73, True), (200, True)])
