@@ -5,7 +5,7 @@ import { amount, bytes, element, milliseconds, percent } from "./dom.js";
 import { layerGraph } from "./graph.js";
 import { timelineChart } from "./timeline.js";
 
-/** Fill an article with a placement. options: those of layerGraph, title, and timeline, a promise of a timeline or null. */
+/** Fill an article with a placement. options: the options of layerGraph, title, and timeline, a promise of a timeline or null. */
 export function show(article, placement, request, options) {
   const parts = [element("h3", {}, options.title), facts(placement, options.timeline)];
   if (placement.infeasible) {
