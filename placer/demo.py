@@ -66,7 +66,7 @@ class Job:
     classes: int
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Images and labels, the same at every call."""
+        """Return images and labels, the same at every call."""
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(self.images, generator=generator)
         return images, torch.randint(self.classes, self.labels, generator=generator)

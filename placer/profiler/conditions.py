@@ -126,7 +126,7 @@ def optimizer_facts(optimizer: OptimizerLike) -> Any:
 
 
 def _own_sources(kind: type) -> list[str] | None:
-    """Return the source of a class and its bases of the same module; None if there is none."""
+    """Return the sources of a class and its bases in the same module; None if unavailable."""
     own = [base for base in kind.__mro__ if base.__module__ == kind.__module__]
     try:
         return [inspect.getsource(base) for base in own]

@@ -65,6 +65,8 @@ class Trial:
                 ):
                     read.requires_grad_()
         self.parameters = [tensor for tensor in self.state if training and tensor.requires_grad]
+        # Parameters come first: `backward_by_input` and `_forget_read_gradients` rely on this
+        # order.
         self._leaves = self.parameters + [read for read in self._tensors() if read.requires_grad]
 
     @property
@@ -90,6 +92,8 @@ class Trial:
         self.deferred.clear()
         with torch.set_grad_enabled(self._training), added_together(self._counters):
             reads = [
+                # autograd refuses to change a leaf in place, so such a read becomes the result of
+                # an operation.
                 _alias(read) if index in self._mutated and read.requires_grad else read
                 for index, read in enumerate(self.reads)
             ]

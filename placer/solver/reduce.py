@@ -30,7 +30,7 @@ class Reduction:
         return frozenset(self.node_of[layer] for layer in layers)
 
     def arcs(self, arcs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Arcs between layers as those between different nodes."""
+        """Return arcs between layers as arcs between different nodes."""
         found = {(self.node_of[source], self.node_of[reader]) for source, reader in arcs}
         return {(source, reader) for source, reader in found if source != reader}
 

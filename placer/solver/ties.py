@@ -33,7 +33,7 @@ Rank = tuple[float, float]
 
 
 def rank(result: costs.Costs) -> Rank:
-    """Transfer and spread of a placement.
+    """Return the transfer and the spread of a placement.
 
     Of two with the same objective, the one with the smaller rank is better.
     """

@@ -1,6 +1,6 @@
-"""A cache of what is made for each shape: static tensors and recordings.
+"""A cache of static tensors and recordings by input shape.
 
-The shapes that were used last are kept.
+It keeps the shapes that were used last.
 """
 
 from __future__ import annotations

@@ -91,6 +91,8 @@ def measure_share(
         for times in devices.queued_ms(replays, device, repeats, [before, before])
     )
     round_ms = (long - short) / (LONG - SHORT)
+    # Two streams can neither more than halve the time nor make it longer than one after another;
+    # noise could suggest both.
     return min(1.0, max(1 / LANES, round_ms / (LANES * alone_ms)))
 
 

@@ -78,6 +78,7 @@ class KnownGraphs:
         ):  # entries do not hold the names of results
             return
         prints = [footprint(model, *call) for call in calls]
+        # An empty footprint means that the model has parts whose identity cannot be compared.
         if all(prints):  # all calls use the layers of the first
             whole = sorted(granularities.repeated_blocks(model)) if granularity == "blocks" else []
             facts = capture_facts() | {

@@ -135,6 +135,9 @@ def _describe(
         reserve = min(
             total, hardware.library_bytes(device) + hardware.context_bytes(device) + fragments
         )
+    #     |------------------- total -------------------|
+    #     |------- limit -------|           | reserve |     no overlap: the reserve becomes 0
+    #     |------------- limit -----------------|         |     overlap: limit + reserve - total
     memory = total if limit is None else limit
     # The limit is usable memory, if total memory covers limit and reserve; the excess reduces it.
     reserve = (

@@ -161,6 +161,7 @@ def fit(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
     if slope <= 0:
         return 0.0, significant(sizes[-1] / max(times_s[-1], 1e-9))
     latency = mean_time - slope * mean_size
+    # A negative latency has no meaning; fit only the bandwidth then.
     if latency < 0:  # a line through the origin
         slope = sum(w * n * t for w, n, t in zip(weights, sizes, times_s, strict=True)) / sum(
             w * n * n for w, n in zip(weights, sizes, strict=True)

@@ -140,6 +140,8 @@ def evened(links: Sequence[Link], types: Mapping[str, str]) -> list[Link]:
 def _groups(links: Sequence[Link]) -> list[list[Link]]:
     """Group links of similar speed, the fastest group first."""
     groups: list[list[Link]] = []
+    # Each link is compared with the fastest of a group only, so that groups cannot grow step by
+    # step over a wide range.
     for link in sorted(links, key=lambda link: (-link.bandwidth_bytes_per_s, link.latency_s)):
         fitting = (group for group in groups if _is_alike(group[0], link))
         group = next(fitting, None)

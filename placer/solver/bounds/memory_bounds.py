@@ -56,6 +56,7 @@ def most_use_bytes(problem: Problem) -> int:
     """Return what no device exceeds with any layers, with all micro-batches in flight."""
     if holds_state_alone(problem):
         return sum(state_bytes(problem, layer) for layer in problem.layers)
+    # One device that holds all layers needs at least as much as a device with some of them.
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     chunks = problem.request.chunks
     use = memory.footprint(problem, everything)
@@ -75,6 +76,8 @@ def _least_alone(problem: Problem, held: memory.Held) -> int:
     """Return the least bytes of a device that holds these layers, and maybe more."""
     flight, use = _least_flight(problem), memory.footprint(problem, held)
     backwards = problem.backwards(flight)
+    # Bytes of values that cross occur only if a neighbouring layer is on another device. The device
+    # may hold that layer too, so the bound leaves these bytes out.
     crossing = 0
     if problem.recorded:
         crossing = memory.crossing_bytes(held) + memory.sent_bytes(held)
@@ -98,6 +101,8 @@ def least_of_all(problem: Problem) -> int:
 def _least_flight(problem: Problem) -> int:
     """Return the fewest micro-batches in flight that a device may have."""
     request = problem.request
+    # 1F1B and zero-bubble let the last stage hold one micro-batch. Fill-drain, and devices with
+    # several segments, hold all of them at the end of the forward passes.
     few = request.schedule != "fill-drain" and problem.one_stage_each
     return 1 if few or problem.may_recompute else request.chunks
 
@@ -125,6 +130,8 @@ def least_by_node(problem: Problem, nodes: Reduction, device: int, flight: int) 
     if not problem.training:
         return np.array(state_of_nodes(problem, nodes), np.float64)
     least = np.array(kept_of_nodes(problem, nodes, flight), np.float64)
+    # Recorded passes keep separate memory for deferred weight gradients and for the optimizer step.
+    # A device that recomputes runs eager passes, which share their memory.
     if problem.recorded and problem.recompute[device] == "never":
         backwards = problem.backwards(flight)
         apart = zip(problem.deferred_bytes, problem.step_bytes, strict=True)
@@ -157,6 +164,7 @@ def most_by_node(problem: Problem, nodes: Reduction, flight: int) -> Vector:
             held[index] += (
                 flight * (2 * value.held_bytes + 3 * value.gradient_bytes) + value.rest_bytes
             )
+    # Any stage without the first owner of a shared parameter holds its own copy.
     for shared in problem.shared:
         for index in shared.others:
             held[index] += shared.total_bytes

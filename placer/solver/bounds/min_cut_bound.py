@@ -70,12 +70,14 @@ def cut_bound(problem: Problem, nodes: Reduction) -> float:
 
 
 def node_bounds(problem: Problem, nodes: Reduction) -> list[NodeBound]:
-    """Knots, the tightest first, each tighter than those that were looked at before it.
+    """Return bounds of nodes, the tightest first; only those that improve on the previous ones.
 
     Args:
         problem: the placement problem, by objective ``throughput``.
         nodes: its layers, joined where they must be together.
     """
+    # With overlapped transfers, compute and transfers do not add up, so a cut says nothing about
+    # the load.
     nets = nets_by_pins(problem, nodes)
     if problem.request.transfers != "added" or not nets or sum(map(len, nets)) > MOST_PINS:
         return []
@@ -86,10 +88,14 @@ def node_bounds(problem: Problem, nodes: Reduction) -> list[NodeBound]:
 
 
 def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) -> list[NodeBound]:
-    """Knots of growing least(v).
+    """Return bounds of nodes with growing least(v).
 
-    A set that was found for one node says of all in it that they are no tighter.
+    The set found for one node is a candidate set for each of its members. So their bounds are at
+    most its load.
     """
+    # A device that holds only v is one of the candidate sets, so its load is an upper limit of
+    # least(v). Nodes with a high limit come first: they raise `best`, and then most nodes need no
+    # cut.
     most = [min(time, other) for time, other in zip(_isolated(work, nets), alone, strict=True)]
     best, cuts = 0.0, 0
     found: list[NodeBound] = []
@@ -102,6 +108,7 @@ def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) 
         if min(value, alone[node]) > best:
             best = min(value, alone[node])
             found.append(NodeBound(node, value, alone[node]))
+        # The set found for this node contains `member` too, so it is a candidate set for `member`.
         for member in members:
             most[member] = min(most[member], value)
     return found
@@ -131,6 +138,7 @@ def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
     def both(value: Value) -> float:
         return least(value.bytes) + (least(value.gradient_bytes) if value.gradient_bytes else 0.0)
 
+    # Values with the same pins are cut together, so their times add up in one net.
     nets: dict[Pins, float] = defaultdict(float)
     for value in problem.values:
         pins = tuple(sorted(nodes.holding((value.source, *value.readers))))
@@ -188,6 +196,11 @@ class Cutter:
                 self._arc(pins[0], pins[1], steps)
                 self._arc(pins[1], pins[0], steps)
                 continue
+            # A net of many pins (Lawler 1973). Cutting the middle arc costs the transfer once,
+            # whatever the number of pins on each side:
+            #    pin a ─┐                          ┌─▶ pin a
+            #    pin b ─┼─▶ vertex ──steps──▶ +1 ──┼─▶ pin b       all other arcs are endless
+            #    pin c ─┘                          └─▶ pin c
             self._arc(vertex, vertex + 1, steps)
             for pin in pins:
                 self._arc(pin, vertex, ENDLESS)
@@ -195,6 +208,8 @@ class Cutter:
             vertex += 2
 
     def _steps(self, time_ms: float) -> int:
+        # Rounding down keeps the cut a lower bound. A node that no taxed device may hold has
+        # infinite work, which is capped at the steps of all other nodes together.
         return floor(min(time_ms * self._steps_per_ms, STEPS))
 
     def _arc(self, tail: int, head: int, capacity: int) -> None:
@@ -204,6 +219,7 @@ class Cutter:
     def without(self, outside: Sequence[int]) -> Iterator[None]:
         """Exclude these nodes from every set while the context is open."""
         for node in outside:
+            # An endless arc to the sink makes it too expensive to keep the node on the source side.
             self._flow.set_arc_capacity(node, ENDLESS)
         yield
         for node in outside:
@@ -212,6 +228,8 @@ class Cutter:
     def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
         """Return the least load in ms of a device with some nodes, without others; and its set."""
         for node in inside:
+            # The network is built once. Each query only opens the arcs from the origin to its
+            # nodes.
             self._flow.set_arc_capacity(self._count + node, ENDLESS)
         with self.without(outside):
             status = self._flow.solve(self._origin, self._sink)

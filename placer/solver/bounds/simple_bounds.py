@@ -18,11 +18,14 @@ def lower_bound(problem: Problem, nodes: Reduction) -> float:
         return _least_latency(problem, nodes)
     if objective == "memory":
         return _fair_share_of_memory(problem, nodes)
+    # `cut_bound` counts transfers but looks at one device; `least_work` counts all devices but no
+    # transfers. Neither contains the other.
     return max(least_work(problem, nodes, problem.compute_ms), cut_bound(problem, nodes))
 
 
 def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
     """Return the least bytes of the largest node, or the mean over all devices if that is more."""
+    # The largest use is at least the mean over the devices, rounded up to a byte.
     shared = -(-least_of_all(problem) // problem.most_devices)
     return float(max(*least_of_nodes(problem, nodes), shared))
 
@@ -46,10 +49,12 @@ def _least_latency(problem: Problem, nodes: Reduction) -> float:
     for time_ms, arcs in passes:
         fastest = fastest_ms(problem, time_ms)
         heads, tails = longest_before(fastest, arcs), longest_behind(fastest, arcs)
+        #     heads[l] ──▶ fastest[l] ──▶ tails[l]      the longest path through layer l
         longest += max(map(sum, zip(heads, fastest, tails, strict=True)))
         aside_ms = [
             sum(times) for times in zip(aside_ms, sorted(heads), sorted(tails), strict=True)
         ]
+    # The factor covers rounding: the cost model adds the same numbers in another order.
     return max(longest * (1 - 1e-12), least_work(problem, nodes, problem.compute_ms, aside_ms))
 
 

@@ -83,6 +83,9 @@ def _shared(whole: float, rates: Sequence[float], aside_ms: Sequence[float], mos
     """Return the least bottleneck of some devices, from the nodes' worth and the devices' rates."""
     rising = sorted(rates)
     least = inf
+    # Which devices are used is unknown. The smallest rates above and the largest rates below the
+    # fraction line give the least value, so it bounds every choice. Of all pairings, the largest
+    # rate with the shortest wait gives the smallest sum.
     for used in range(1, most + 1):
         aside = sum(
             rate * time for rate, time in zip(reversed(rising[:used]), aside_ms, strict=False)
@@ -109,6 +112,9 @@ def _rates(owners: tuple[tuple[int, tuple[float, ...]], ...]) -> tuple[float, ..
     alike = (1.0,) * len(owners)
     if len(owners) == 1 or sum(len(times) for _, times in owners) > MOST_TIMES:
         return alike
+    # minimise T  subject to  sum over d of part(n, d) >= 1 for every node n,
+    #                         sum over n of t(n, d) * part(n, d) <= count(d) * T for every kind d.
+    # The duals of the second rows are the best rates r(d).
     solver = pywraplp.Solver.CreateSolver("GLOP")
     longest = solver.NumVar(0, solver.infinity(), "")
     solver.Minimize(longest)
@@ -124,5 +130,6 @@ def _rates(owners: tuple[tuple[int, tuple[float, ...]], ...]) -> tuple[float, ..
                 done[-1].SetCoefficient(part, time)
     if solver.Solve() != solver.OPTIMAL:
         return alike
+    # GLOP may return duals slightly above 0. Any rates >= 0 give a valid bound, so clip them.
     rates = tuple(max(0.0, -row.dual_value()) for row in done)
     return rates if any(rates) else alike

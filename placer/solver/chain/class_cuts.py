@@ -72,6 +72,7 @@ def _passing(
     found = {}
     for pair in itertools.pairwise(order):
         one, other = (classes[kind][0] for kind in pair)
+        # Without a direct link this is an underestimate. The cost model rejects such a start later.
         there, back = problem.links[one][other] or fastest, problem.links[other][one] or fastest
         passing = np.zeros(len(nodes.nodes) + 1)
         for value in problem.values:
@@ -81,6 +82,7 @@ def _passing(
                 more_ms += back.transfer_ms(value.gradient_bytes) - fastest.transfer_ms(
                     value.gradient_bytes
                 )
+            # The value crosses every border between its source and its last reader.
             passing[first + 1 : last + 1] += more_ms
         found[pair] = passing
     return found
@@ -100,11 +102,14 @@ def _best(
     """
     count = len(table.blocks)
     nothing = np.zeros(count + 1)
+    # A border costs both neighbours: one sends and the other receives.
     borders = [
         nothing,
         *(passing.get(pair, nothing) for pair in itertools.pairwise(kinds)),
         nothing,
     ]
+    # later[i]: the smallest bottleneck of nodes i, i+1, ... on the devices from `place` on. The
+    # dynamic program fills it from the last device to the first.
     later = np.append(np.full(count, np.inf), 0.0)
     ends = []
     for place in reversed(range(len(kinds))):

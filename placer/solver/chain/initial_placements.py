@@ -60,7 +60,7 @@ def starts(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
 
 
 def _class_rows(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
-    """Cuts in which hosts and types come one after another."""
+    """Yield cuts in which the devices of each class follow one another."""
     if problem.request.objective == "throughput" and not over(0.0):
         for devices in class_cuts.cuts(problem, nodes):
             yield Start(devices, 0.0, "linear order")
@@ -69,12 +69,14 @@ def _class_rows(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Star
 
 
 def other_orders(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
-    """Cuts of random topological orders, contiguity understood, as many as take little time."""
+    """Yield cuts of random topological orders, as many as take little time."""
     if not optimal_cuts.is_only_order(problem, nodes):
         numbers = optimal_cuts.work_of_cut(problem, nodes)
         ends = len(problem.layers) + optimal_cuts.ends_of_values(
             problem, optimal_cuts.runs_at_first(problem)
         )
+        # The table of the cut and the tables of its intervals both take time, each with its own
+        # time per entry.
         work = numbers / PER_WORK.numbers + ends / PER_WORK.ends
         turns = min(
             MOST_ORDERS,
@@ -87,7 +89,7 @@ def other_orders(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Sta
 def _climb(
     problem: Problem, nodes: Reduction, turns: int, over: Callable[[], bool]
 ) -> Iterator[Start]:
-    """Cuts of random topological orders, the later ones made from the best of the earlier.
+    """Yield cuts of random topological orders; later orders vary the best earlier one.
 
     Args:
         problem: the placement problem, contiguity understood.
@@ -109,6 +111,7 @@ def _climb(
     for turn in range(turns):
         if over():
             return
+        # The first orders are independent; later ones change a share of the best order's ranks.
         share = 1.0 if turn < MOST_ORDERS // 4 else random.choice((0.02, 0.1, 0.3))
         rank = [random.random() if random.random() < share else old for old in best_rank]
         tried = ways[turn] if turn < len(ways) else way
@@ -136,6 +139,8 @@ def _late_order(
     ordered = {node for arc in arcs for node in arc}
     order: list[int] = []
     placed = [False] * count
+    # Depth-first search from each root, with an explicit stack: deep models would exceed Python's
+    # limit of recursion. Nodes without arcs come last and are inserted below.
     for root in sorted(range(count), key=lambda node: (node not in ordered, rank[node])):
         stack = [(root, False)]
         while stack:
@@ -160,6 +165,9 @@ def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> 
     """
     sources, readers = _sources_and_readers(count, arcs)
     waiting, unread = [len(nodes) for nodes in sources], [len(nodes) for nodes in readers]
+    # opened[n]: how many more values wait for readers after n has run. A node that is the last
+    # reader of its inputs closes more than it opens:
+    #    value ends waiting     a ──▶ [n] ──▶ b        n reads the last of a's value: +1 - 1 = 0
     opened = [
         bool(readers[node]) - sum(unread[source] == 1 for source in sources[node])
         for node in range(count)
@@ -196,6 +204,7 @@ def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) ->
     for node in order:
         if node not in ordered:
             near = sorted(key[other] for other in pulls[node] if other in key)
+            # The median minimises the sum of distances to the neighbours.
             key[node] = near[len(near) // 2] + 0.5 if near else float(len(order))
     return sorted(order, key=lambda node: key[node])
 
@@ -211,9 +220,9 @@ def _neighbours(problem: Problem, nodes: Reduction) -> list[list[int]]:
 
 
 def _free_starts(problem: Problem, over: Over) -> Iterator[Start]:
-    """Contiguous placements are free ones too.
+    """Yield contiguous placements, which are also valid free placements.
 
-    Without colocation, its groups are brought together afterwards.
+    Further starts ignore colocation and bring the groups together afterwards.
     """
     contiguous = replace(problem, contiguous=True)
     nodes = reduced(contiguous)
@@ -225,6 +234,8 @@ def _free_starts(problem: Problem, over: Over) -> Iterator[Start]:
     if problem.groups and not over(0.0):
         apart = replace(contiguous, groups=())
         cut = optimal_cuts.best_cut(apart, reduced(apart)).devices
+        # The cut ignores colocation. Each start moves every group to the device of one of its
+        # members: first members, then second members, and so on.
         for member in range(max(len(group) for group in problem.groups)) if cut is not None else ():
             devices = list(cut or ())
             for group in problem.groups:

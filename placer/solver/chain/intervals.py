@@ -83,12 +83,15 @@ class Intervals:
         else:
             cost = self._time(device)
             if self._limited and self.problem.recompute[device] == "auto":
+                # An interval that fits without recomputation never recomputes, as in the cost
+                # model.
                 cost = np.where(self._memory(flight) <= limit, cost, self._time(device, again=True))
         if self._limited:
             cost = np.where(self._least_memory(device, flight) <= limit, cost, inf)
         if self.problem.most_layers is not None:
             layers = np.cumsum([0] + [len(block) for block in self._layers])
             cost = np.where(layers[None, :] - layers[:, None] > self.problem.most_layers, inf, cost)
+        # Prefix counts: an interval is banned if the count grows between its ends.
         banned = np.cumsum(
             [0] + [any(device not in self.nodes.allowed[n] for n in block) for block in self.blocks]
         )
@@ -120,6 +123,8 @@ class Intervals:
         compute: Table = done[None, :] - done[:, None]
         if device in self.problem.untaxed:
             return compute
+        # The best latency and the best bandwidth may belong to different links. The table is then a
+        # lower bound, which the bound of the cut needs.
         inwards, outwards = self._links(device, inwards=True), self._links(device, inwards=False)
         receive, send = self._over(inwards, self._received), self._over(outwards, self._sends)
         if self.problem.request.objective == "latency":
@@ -144,6 +149,7 @@ class Intervals:
 
     @staticmethod
     def _over(link: tuple[float, float] | None, transfers: _Transfers) -> Table:
+        # Without any link in this direction, only an interval without transfers is possible.
         if link is None:
             return np.where(transfers.number > 0, inf, 0.0)
         time_ms: Table = transfers.size * link[1]
@@ -179,6 +185,8 @@ class Intervals:
         rule = self.problem.recompute[device]
         if rule == "never":
             return self._memory(flight)
+        # A device that recomputes keeps only its inputs of the other micro-batches. The micro-batch
+        # that is being recomputed has the full peak.
         again = (flight - 1) * self._entering + self._moment
         return self._fixed + (
             again if rule == "always" else np.minimum(self._passing(flight), again)
@@ -234,13 +242,15 @@ class Intervals:
                 transfers.leave(source, readers, value.held_bytes)
             elif source not in keepers:
                 # a keeper reads it: a stage without one lacks a reader
+                #     k1 . . source . . k2      a stage with the source but without k1 and k2
+                #        [first ... end)        holds the value only until it is sent
                 before = max((keeper for keeper in keepers if keeper < source), default=-1)
                 after = min((keeper for keeper in keepers if keeper > source), default=self._count)
                 transfers.add(value.held_bytes, (before + 1, source + 1), (source + 1, after + 1))
         return transfers.size
 
     def _measure_memory(self) -> None:
-        """State, what one micro-batch keeps, and the worst moment of each interval."""
+        """Compute the state, the kept bytes and the worst moment of each interval."""
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
         self._fixed = self._summed(
@@ -253,6 +263,8 @@ class Intervals:
             return
         if problem.recorded:
             passes = TrainingMoments(problem, self._layers, recorded=True)
+            # Either the forward peak counts, or the state after the pass: kept bytes and bytes
+            # still to be sent. Both last for every micro-batch in flight.
             self._each = np.maximum(passes.ahead, passes.kept + self._sent) + self._crossing
             self._landing = self._coming(attrgetter("gradient_bytes"))
             self._backward, self._shared = passes.back, self._summed(problem.step_bytes)
@@ -313,6 +325,8 @@ class _Transfers:
     def enter(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
         """Add values of that size to the intervals that hold a reader, but not their source."""
         before = source
+        #     source . . r1 . . r2     the interval begins after the source, and the first reader
+        #            |----|-----|      in it is r1 or r2: disjoint rectangles, one for each reader
         for reader in (reader for reader in readers if reader > source):
             self.add(size, (before + 1, reader + 1), (reader + 1, self._blocks + 1), number)
             before = reader
@@ -325,6 +339,7 @@ class _Transfers:
         """Add values of that size to the intervals that hold their source, but not all readers."""
         first, last = min(source, readers[0]), max(source, readers[-1])
         self.add(size, (0, source + 1), (source + 1, self._blocks + 1), number)
+        # Intervals with all ends inside send nothing, so the second rectangle takes them out again.
         self.add(-size, (0, first + 1), (last + 1, self._blocks + 1), -number)
 
     def add(
@@ -354,6 +369,9 @@ class _Transfers:
         if not any(amounts):
             return np.zeros((side - 1, side - 1))
         amount = np.array(amounts, np.float64)
+        # A rectangle is four corners of a difference table (a 2-D prefix sum):
+        #    +amount at (top, left)       -amount at (top, right)
+        #    -amount at (bottom, left)    +amount at (bottom, right)
         top, bottom, left, right = np.array(self._corners, np.int64).T
         places = np.concatenate(
             [top * side + left, bottom * side + right, bottom * side + left, top * side + right]

@@ -95,6 +95,8 @@ def cut_of_blocks(
     if not np.isfinite(best):
         return Cut(None, 0.0)
     exact = exact and table.intervals.exact and len(blocks) == len(nodes.nodes)
+    # Without another topological order, the table covers all contiguous placements. For latency it
+    # adds all transfers, although some may run in parallel, so there it is no lower bound.
     only_order = exact and is_only_order(problem, nodes)
     proven = best if only_order and problem.request.objective != "latency" else 0.0
     found = Cut(table.read(counts), proven, best)
@@ -124,6 +126,8 @@ def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
         if sum(counts) >= problem.least_devices and np.isfinite(best[0]):
             one = float(best[0]), counts
             by_number[sum(counts)] = min(one, by_number.get(sum(counts), one))
+    #     devices                 1     2     3     evaluate the smallest lower bound first;
+    #     lower bound of a cut   40    25    22     stop once it reaches an evaluated cut
     known = replace(found, value=inf)
     for least, counts in sorted(by_number.values(), key=lambda one: (one[0], sum(one[1]))):
         if least >= known.value:
@@ -140,14 +144,14 @@ def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
 
 
 def work_of_cut(problem: Problem, nodes: Reduction) -> int:
-    """About how many numbers a cut looks at."""
+    """Return about how many table entries a cut computes."""
     return choices_of_devices(problem) * min(len(nodes.nodes), runs_at_first(problem)) ** 2
 
 
 def runs_at_first(problem: Problem) -> int:
-    """Into how many runs an order of many nodes is cut at the most.
+    """Return the most runs into which an order of many nodes is cut.
 
-    Fewer where values have many ends in them.
+    There are fewer runs if values have many ends in them.
     """
     runs = MOST_NODES
     while runs > FEWEST_RUNS and ends_of_values(problem, runs) > MOST_ENDS:
@@ -185,6 +189,7 @@ def even_runs(
     work = np.array(
         [sum(problem.compute_ms(layer, 0) for layer in nodes.nodes[node]) for node in order]
     )
+    # The small constant keeps nodes without work from all falling into one run.
     share = np.cumsum(work + work.mean() * 0.1 + 1e-12)
     label = np.minimum((share / share[-1] * most).astype(int), most - 1)
     runs = itertools.groupby(range(count), key=lambda place: int(label[place]))
@@ -203,6 +208,7 @@ def device_classes(problem: Problem) -> tuple[list[list[int]], bool]:
     by_kind: dict[tuple[str, int], list[int]] = {}
     for index, device in enumerate(problem.devices):
         by_kind.setdefault((device.type, device.usable_bytes), []).append(index)
+    # Joined classes ignore that links differ, so the cut is only a start and proves nothing.
     if prod(len(members) + 1 for members in by_kind.values()) <= MOST_STATES:
         return list(by_kind.values()), False
     return [list(range(len(problem.devices)))], False
@@ -226,10 +232,12 @@ class CutTable:
         self._costs: dict[tuple[int, int], Table] = {}
 
     def fill(self) -> tuple[float, Counts]:
-        """Fill the table; the best value for all blocks, and the devices that it takes."""
+        """Fill the table; return the best value for all blocks, and the devices that it takes."""
         count = len(self.blocks)
         none = (0,) * len(self.classes)
         self.best[none] = np.full(count + 1, np.inf)
+        # best[counts][i]: the value of blocks i, i+1, ... on `counts` devices of each class. With
+        # no device left, only the empty rest is possible.
         self.best[none][count] = 0.0
         ranges = [range(len(members) + 1) for members in self.classes]
         for counts in sorted(itertools.product(*ranges), key=sum):
@@ -247,6 +255,8 @@ class CutTable:
         start = 0
         taken = [0] * len(self.classes)
         while start < len(self.blocks):
+            # The table stores values, not choices. Computing one row again is cheaper than storing
+            # an argmin for every state.
             options = [(self._row(counts, c, start), c) for c in kinds_left(counts)]
             row, kind = min(options, key=lambda option: float(option[0].min()))
             stop = int(row.argmin())
@@ -286,6 +296,7 @@ class CutTable:
 
         The number includes the stage itself.
         """
+        # Many numbers of later stages have the same micro-batches in flight and share one table.
         key = kind, self.intervals.flight(stages_left)
         if key not in self._costs:
             self._costs[key] = self.intervals.cost(self.classes[kind][0], key[1])

@@ -39,7 +39,7 @@ NARROWER = 4
 def finer_cuts(
     problem: Problem, nodes: Reduction, devices: Sequence[int] | None, left_s: Callable[[], float]
 ) -> Iterator[optimal_cuts.Cut]:
-    """Ever better cuts; none of an order of few nodes, each of which was looked at.
+    """Yield better and better cuts; none if the order has few nodes, each a run of its own.
 
     Args:
         problem: the placement problem, contiguity understood.

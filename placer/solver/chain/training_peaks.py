@@ -193,7 +193,7 @@ class TrainingMoments:
             before = begin = reader
 
     def _gradients(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
-        """Backwards: where the source is, for it; elsewhere from one reader to the next."""
+        """Yield the waits of gradients: at the source for it, elsewhere for the previous reader."""
         # what colocated layers read may stand behind them in an order that need not be the
         # profile's
         if not readers:
@@ -215,7 +215,7 @@ class TrainingMoments:
         )
 
     def _staying(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
-        """Backwards, from the last reader that is there on: for the source, or to be sent later."""
+        """Yield the waits of gradients in a recorded pass: for the source, or to be sent later."""
         for before, reader in pairwise((source + 1, *readers)):
             joined = self._block[reader]
             yield _Wait(joined, 1, (0, joined + 1), (before, reader), size)

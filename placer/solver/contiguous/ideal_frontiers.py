@@ -213,6 +213,8 @@ def next_frontier(before: Frontier, stage: int, ranges: Sequence[Range]) -> Fron
         weights[free].sum(axis=0),
     )
     for index, node in enumerate(free):
+        # A node may join an ideal only if all its inputs are in it. Inputs outside `place` are in
+        # every ideal already.
         able = taken[:, [place[need] for need in graph.needs[node] if need in place]].all(axis=1)
         larger = taken[able]
         larger[:, index] = True
@@ -221,6 +223,8 @@ def next_frontier(before: Frontier, stage: int, ranges: Sequence[Range]) -> Fron
             np.concatenate([done, done[able] + weights[node]]),
         )
         to_come = to_come - weights[node]
+        # Prune a partial choice if it is already too heavy, or if all remaining nodes would leave
+        # it too light.
         within = ((done <= most) & (done + to_come >= least)).all(axis=1)
         taken, done = taken[within], done[within]
         if len(taken) > MOST_IDEALS:
@@ -258,6 +262,8 @@ class Between:
         """Prepare the comparison of pins: equal numbers, or none here and all there."""
         left, right = [here == 0], [there == self._size]
         costs = [self._cost_ms]
+        # Matrix products compare many pairs of ideals at once: one column for each net and possible
+        # number of pins, and the product of two indicator matrices counts the matches.
         for number in range(1, int(self._size.max(initial=1))):
             nets = np.flatnonzero(self._size > number)
             left.append(here[:, nets] == number)
@@ -268,6 +274,8 @@ class Between:
             np.concatenate(right, 1),
             np.concatenate(costs),
         )
+        # A column that holds for every ideal on one side depends on the other side only, so it
+        # leaves the product.
         always = ones.all(axis=0)
         self._columns = self._columns + others[:, always] @ cost_ms[always]
         ones, others, cost_ms = ones[:, ~always], others[:, ~always], cost_ms[~always]
@@ -286,6 +294,7 @@ class Between:
         has[before.free] |= before.taken.any(axis=0)
         lacks = ~behind.must
         lacks[behind.free] &= ~behind.taken.all(axis=0)
+        # Only these nodes can make an earlier ideal not a subset of a later one.
         nodes = np.flatnonzero(has & lacks)
         self._has, self._lacks = _members(before, nodes), (1 - _members(behind, nodes)).T
 

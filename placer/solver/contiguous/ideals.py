@@ -214,6 +214,7 @@ class _Chains:
         every = next_frontier(self.frontiers[-1], stage, self._ranges(stage))
         if every is None:
             return False
+        # Sorted by work, so that `_blocks` finds possible successors by binary search.
         every = every.some(np.argsort(every.sums(self.fastest), kind="stable"))
         able = [self._can_be(counts, every) for counts in states]
         some = np.any(able, axis=0)
@@ -313,6 +314,7 @@ class _Chains:
 
         Every net that is cut keeps a device busy on either side.
         """
+        # Each ms of transfers costs a device at least `slope` ms of work, on both sides of a cut.
         here = min((self.classes[kind].slope for kind in kinds_left(counts)), default=0.0)
         there = min((self.classes[kind].slope for kind in self._left(counts)), default=0.0)
         works, each = every.sums(self.fastest), self._work_each
@@ -361,6 +363,8 @@ class _Chains:
 
     def _least(self, counts: Counts, weights: Vector, each: Sequence[float]) -> float:
         """Return the least that they must hold, as the others hold no more."""
+        # At most most_devices - sum(counts) further devices may be used: the largest ones bound
+        # what they can hold.
         left = sorted((each[kind] for kind in self._left(counts)), reverse=True)
         return float(weights.sum()) - sum(left[: self.problem.most_devices - sum(counts)])
 

@@ -83,9 +83,9 @@ def _joined(problem: Problem, nodes: Reduction, pairs: Iterable[Pair]) -> Reduct
 def _held_together(
     problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]
 ) -> list[Pair]:
-    """Neighbours that never part.
+    """Return pairs of neighbours that no better placement separates.
 
-    Where they do, one of them at least is on a device that pays for transfers.
+    If a placement separates them, at least one of them is on a device that pays for transfers.
     """
     if len(problem.untaxed) > 1:
         return []
@@ -177,7 +177,7 @@ class _Draw:
     weighty: frozenset[int]
 
     def pairs(self) -> list[Pair]:
-        """Disjoint pairs of a node and one that it draws over."""
+        """Return disjoint pairs of a node and a neighbour that may as well join it."""
         found: list[Pair] = []
         used: set[int] = set()
         for node, nets in enumerate(self._nets_of):

@@ -135,7 +135,7 @@ class StageModel:
     # Clauses
 
     def clause(self, *literals: Prefix) -> None:
-        """At least one of them holds."""
+        """Require at least one of the literals to hold."""
         if not any(literal is True for literal in literals):
             self.cp.add_bool_or([literal for literal in literals if literal is not False])
 
@@ -152,7 +152,7 @@ class StageModel:
         return self.y[node][stage - 1] if stage else False
 
     def absent(self, node: int, stage: int) -> tuple[Prefix, Prefix]:
-        """Two literals; one holds if and only if the node is not at the stage."""
+        """Return two literals; at least one holds if and only if the node is not at the stage."""
         return self.negated(self.y[node][stage]), self._before(node, stage)
 
     def can_be(self, node: int, stage: int) -> bool:

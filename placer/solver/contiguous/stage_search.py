@@ -196,7 +196,7 @@ def _part(search: Search, layers: list[int], work: float) -> Search:
 
 
 def _redivide_groups(search: Search, work: float) -> None:
-    """Better placements from parts of the best known, which are quicker to place than all is."""
+    """Place parts of the best known placement again, which is quicker than placing all layers."""
     redivide(search, nodes_within(search), SWEEP.group_share * work)
 
 
@@ -217,7 +217,7 @@ def _anything_better(search: Search, work: float) -> None:
 
 
 def halve(search: Search, work: float) -> None:
-    """Thresholds between what is proven and what is known or was too hard.
+    """Ask thresholds between the proven bound and the best known or undecided bottleneck.
 
     Args:
         search: with a placement, of a problem that ``stage_scope.bounds``.

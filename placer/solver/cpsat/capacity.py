@@ -32,6 +32,13 @@ def most_within(worth: Vector, work: Vector, upper: float) -> tuple[float, float
         work: by node, its time; infinite if it may not be there.
         upper: the time of all, in milliseconds.
     """
+    # This is a fractional knapsack: take nodes by worth per millisecond, and cut the last one. The
+    # value bounds every whole selection from above.
+    #    worth ▲        ____·   slope: worth per ms of the node that is cut
+    #          │   __/
+    #          │_/
+    #          └───────|────▶ time
+    #                upper
     able = work <= upper * (1 + ROUNDING)
     value, time_ms = worth[able], work[able]
     share = np.divide(value, time_ms, out=np.full(len(value), inf), where=time_ms > 0)
@@ -55,5 +62,7 @@ def most_state(problem: Problem, nodes: Reduction, upper: float) -> list[float]:
     each: list[float] = []
     for alike in problem.alike_devices():
         within, _ = most_within(state, work_on(problem, nodes, alike[0]), upper)
+        # Alike devices have the same capacity. Sorting puts the largest first, since the devices
+        # that are used are unknown.
         each += [min(float(problem.devices[alike[0]].usable_bytes), within)] * len(alike)
     return [0.0, *np.cumsum(sorted(each, reverse=True)).tolist()]

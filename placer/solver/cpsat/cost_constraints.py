@@ -25,6 +25,8 @@ def values_need_links(model: PlacementModel) -> None:
     missing = [
         (a, b) for a, b in _pairs(model) if None in (problem.links[a][b], problem.links[b][a])
     ]
+    # Without a link, the pair of places is excluded. Values with the same ends exclude the same
+    # pairs, so a set avoids repeated rules.
     for value in problem.values if missing else ():
         source = nodes.node_of[value.source]
         for reader in nodes.holding(value.readers) - {source}:
@@ -81,6 +83,7 @@ def _transfers(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]
     one_link = model.problem.one_link
     for (source, readers), values in _values_by_ends(model).items():
         if one_link is not None:
+            # Equal links: a count of receivers is enough, and pairs of devices need no literals.
             there = model.steps(sum(one_link.transfer_ms(value.bytes) for value in values))
             sizes = [value.gradient_bytes for value in values if value.gradient_bytes]
             back = model.steps(sum(one_link.transfer_ms(size) for size in sizes))
@@ -100,6 +103,7 @@ def _taken(model: PlacementModel, source: int, readers: frozenset[int], device: 
     able = [model.x[reader][device] for reader in readers if device in model.x[reader]]
     if not able:
         return 0
+    # One direction of the equivalence is enough: the objective pushes the literal down to 0.
     taken = model.cp.new_bool_var("")
     own = [model.x[source][device]] if device in model.x[source] else []
     for reader in able:
@@ -124,6 +128,7 @@ def _given(
         return cut
     given = model.cp.new_int_var(0, most, "")
     model.cp.add(given >= cut)
+    # The source sends one copy to each device that reads the value.
     model.cp.add(given >= takers).only_enforce_if(here)
     return given
 
@@ -263,11 +268,15 @@ def _one_at_a_time(
                 model.x[model.nodes.node_of[before]],
                 model.x[model.nodes.node_of[after]],
             )
+            #     before ████             both on one device: the later one in the profile's order
+            #     after       ░░░░        starts when the earlier one has finished
             for device in first.keys() & second.keys():
                 model.cp.add(start[after] >= finish[before]).only_enforce_if(
                     first[device], second[device]
                 )
         return
+    # free[d]: when device d has finished the layers so far. A chain of maxima replaces the pairs:
+    #    free[d] ──layer on d──▶ max(free[d], finish) ──next layer──▶ ...
     free: list[Term] = [0] * len(model.devices)
     for layer in order:
         for device, here in model.x[model.nodes.node_of[layer]].items():
@@ -279,7 +288,7 @@ def _one_at_a_time(
 
 
 def _independent(order: Sequence[int], waits: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Pairs of layers, the earlier first, of which neither waits for the other, directly or not."""
+    """Return pairs of layers, the earlier first, that do not wait for each other in any way."""
     inputs: dict[int, list[int]] = defaultdict(list)
     for before, after in waits:
         inputs[after].append(before)
@@ -288,6 +297,8 @@ def _independent(order: Sequence[int], waits: Sequence[tuple[int, int]]) -> list
     for place, layer in enumerate(order):
         ancestors[layer] = 0
         for before in inputs[layer]:
+            # Sets of layers are bits of integers: a union is one operation, whatever the model's
+            # size.
             ancestors[layer] |= ancestors[before] | 1 << before
         pairs += [(before, layer) for before in order[:place] if not ancestors[layer] >> before & 1]
     return pairs

@@ -20,9 +20,9 @@ TERMS_A_RULE = 20
 
 
 def rules_a_device(problem: Problem) -> int:
-    """About how many rules say what a device holds: of steps and readers.
+    """Return about how many rules the memory of a device takes: for steps and readers.
 
-    In inference, of the values in sums, too.
+    In inference, the values in sums count too.
     """
     if problem.request.objective != "memory" and not can_bind(problem):
         return 0
@@ -36,6 +36,7 @@ def rules_a_device(problem: Problem) -> int:
 
 def memory(model: PlacementModel) -> None:
     """Require every device to stay within its limit, and within the objective if that is memory."""
+    # Rules are needed only if memory can be exceeded or is the objective.
     if (
         not model.relaxed
         and model.objective != "memory"
@@ -77,6 +78,7 @@ def _within(
     """Require the use to stay within the device's limit, at least where all given literals hold."""
     limit = model.problem.devices[device].usable_bytes // model.byte_unit
     if model.relaxed:
+        # The relaxed program minimises the largest excess over a limit, in the objective variable.
         model.cp.add(use <= limit + model.makespan).only_enforce_if(*given)
         return
     if model.limited:
@@ -99,6 +101,7 @@ def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
         size = model.units(shared.total_bytes)
         first = model.nodes.node_of[shared.first]
         copied = model.cp.new_bool_var(f"copied{number},{device}")
+        # A device with one of the other layers, but without the first one, holds a copy.
         for node in model.nodes.holding(shared.others) - {first}:
             model.cp.add(copied >= model.on(node, device) - model.on(first, device))
         terms.append(size * copied)
@@ -166,6 +169,8 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
     for p in model.stages:
         if model.stage_is_device and p != device:
             continue
+        #     stage      p    p+1   p+2   ...  S-1
+        #     in flight  S-p  ...               1      used[p + f - 1] means S - p >= f
         for flight in range(1, min(chunks, len(model.stages) - p) + 1):
             here = [] if model.stage_is_device else [model.at[p][device]]
             yield flight, [*here, model.used[p + flight - 1]]

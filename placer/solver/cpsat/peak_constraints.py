@@ -95,6 +95,8 @@ class PeakConstraints:
         shared = _of_layers(place, nodes, problem.step_bytes, unit)
         shared += _largest(place, nodes, [size // unit for size in problem.weights_workspace_bytes])
         # each micro-batch in flight has memory for its own
+        # Concurrent backward passes each have their own memory. Otherwise one backward pass at a
+        # time reuses the same memory, and gradients that arrive meanwhile wait (landing).
         if problem.backwards(problem.request.chunks) > 1:
             return ahead + crossing + back, 0, shared
         return ahead + crossing, landing, shared + back
@@ -120,6 +122,7 @@ def _largest(place: Place, nodes: Reduction, sizes: Sequence[int]) -> Term:
     """Return the largest of the sizes of the layers that are there."""
     by_node = [max(sizes[layer] for layer in layers) for layers in nodes.nodes]
     terms = [size * place.share(node) for node, size in enumerate(by_node) if size]
+    # A maximum over 0-1 terms: one inequality each, pushed down by the memory limit.
     able = [term for term in terms if not _is_never(term)]
     if not able:
         return 0
@@ -145,6 +148,8 @@ def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tu
             value.gradient_bytes // unit,
             (value.gradient_bytes - value.arriving_bytes) // unit,
         )
+        # enters = 1 if a reader is here and the source is not;   leaves = 1 if the source is here
+        # and a reader is not.
         comes = [one - made for one in read if not _is_never(one)]
         if comes and (here or lands):
             enters = _at_least(place, comes)
@@ -212,6 +217,9 @@ class _PlacePeaks:
 
     def written(self, rows: Sequence[PeakStep]) -> tuple[Term, Term]:
         """Return the variables ``kept`` and ``moment``."""
+        #     step     0    1    2    3    4
+        #     there   +v .......... -v           v waits from its source to its last reader
+        #     kept    +s .................+s     saved bytes stay until the backward pass
         there, back, kept = (_Sum(self._cp) for _ in range(3))
         for step, layer in enumerate(self._problem.layers):
             size = layer.saved_bytes // self._unit
@@ -237,6 +245,8 @@ class _PlacePeaks:
         )
         if not most:
             return all_kept, 0
+        # `moment` is the peak. The constraints only bound it from below; the memory limit or the
+        # objective pushes it down.
         moment = self._cp.new_int_var(0, most, "moment")
         self._cp.add(moment >= all_kept)
         if any(steps):  # of the optimizer, after all passes
@@ -250,7 +260,7 @@ class _PlacePeaks:
         return all_kept, moment
 
     def written_recorded(self, rows: Sequence[PeakStep]) -> tuple[Term, Term]:
-        """Two variables: the worst moment forwards, and that backwards."""
+        """Return two variables: the worst moment forwards, and the worst moment backwards."""
         there, back = _Sum(self._cp), _Sum(self._cp)
         for step, layer in enumerate(self._problem.layers):
             kept, left = (
@@ -260,6 +270,8 @@ class _PlacePeaks:
             if kept:
                 there.add(step, kept, self._place.share(self._nodes.node_of[step]))
             if left:
+                # Backward passes run from the last step to the first. At step t, layers after t
+                # have left their deferred bytes, and layers up to t have not yet.
                 back.add(step, -left, self._place.share(self._nodes.node_of[step]))
                 back.least -= left
         for value in self._problem.values:
@@ -283,6 +295,7 @@ class _PlacePeaks:
 
         Values arrive at steps of other devices too.
         """
+        # Literals change at few steps. `live` holds the current literal of each value.
         changes: dict[int, list[tuple[int, Literal]]] = defaultdict(list)
         for index, value in enumerate(self._problem.values):
             for step, literal in self._live(value) if value.held_bytes // self._unit else ():
@@ -318,7 +331,7 @@ class _PlacePeaks:
     ) -> None:
         """Require the peak to include the held bytes and workspace of the layer, if it is here."""
         node, workspace = self._nodes.node_of[row.step], row.workspace // self._unit
-        # what is held at its step counts where the layer is
+        # the bytes held at the layer's step count only on the layer's own device
         if row.waiting or may_fall:
             self._cp.add(moment >= held + workspace).only_enforce_if(here)
         else:  # what is kept up to a step is never more than what is kept in all
@@ -330,6 +343,8 @@ class _PlacePeaks:
         """Add a size to a sum while a literal holds: the literal of each piece from its step on."""
         size, before = size_bytes // self._unit, None
         for step, literal in pieces if size else ():
+            #     pieces   (2, a) (5, b) (9, None)
+            #     literal      a a a b b b b . .       subtract the old literal and add the new one
             if literal is not before:
                 if before is not None:
                     total.add(step, -size, before)
@@ -358,6 +373,8 @@ class _PlacePeaks:
         passing = [reader for reader in value.readers if reader not in value.keepers]
         later = self._prefixes(passing[::-1])[::-1]
         for step in sorted({value.source + 1, *passing}):
+            # later[i]: reader i or a later one is here. The value waits for the first reader behind
+            # this step.
             waits = next((later[i] for i, reader in enumerate(passing) if reader > step), None)
             yield step, self._any(keeper, waits)
 
@@ -390,6 +407,8 @@ class _PlacePeaks:
     def _gradient(self, value: Value) -> Iterator[tuple[int, Literal]]:
         """Yield when a gradient waits backwards: for its source, or for another gradient."""
         source, readers = self._here(value.source), value.readers
+        #     source . r1 . r2 . r3      backwards, from right to left: the gradient of r3 waits
+        #               <----<----       for r2's if both are here, and for the source if it is here
         earlier, later = self._prefixes(readers), self._prefixes(readers[::-1])[::-1]
         if value.source + 1 < readers[0]:
             yield value.source + 1, source
@@ -430,6 +449,7 @@ class _PlacePeaks:
         """Return a literal that holds if one of two does."""
         if one is None or other is None or one is other:
             return other if one is None else one
+        # The same pair of literals occurs for many values; one variable serves all of them.
         key = (min(one.index, other.index), max(one.index, other.index))
         if key not in self._either:
             self._either[key] = self._cp.new_bool_var("")
@@ -442,5 +462,6 @@ class _PlacePeaks:
         if one is None or other is None or one is other:
             return None if one is None else other
         both = self._cp.new_bool_var("")
+        # `both` may also be 1 without need. It only adds bytes, so the solver sets it to 0 then.
         self._cp.add_bool_or(~one, ~other, both)
         return both

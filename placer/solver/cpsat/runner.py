@@ -134,6 +134,8 @@ def run(program: Program, limits: Limits) -> Answer:
     if work <= 0:
         return Answer(devices=None, bound=0.0, infeasible=False, complete=False)
     if work < inf:
+        # Deterministic time does not depend on the machine's speed, so the same work gives the same
+        # answer everywhere.
         solver.parameters.max_deterministic_time = work
     solver.parameters.num_workers = limits.workers
     # else the answer depends on which worker is faster
@@ -141,6 +143,8 @@ def run(program: Program, limits: Limits) -> Answer:
     solver.parameters.random_seed = limits.seed
     # else 9.15 may prove too much (google/or-tools issue 5293)
     solver.parameters.presolve_inclusion_work_limit = 0
+    # CP-SAT's default portfolio has about ten subsolvers. With one or two workers, each would get
+    # too little time.
     if limits.workers <= len(SUBSOLVERS):
         solver.parameters.subsolvers.extend(SUBSOLVERS)
     with _stopping(solver, limits.stop):

@@ -39,8 +39,11 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
     state = state_of_nodes(problem, nodes)
     windows = []
     for node in range(count):
+        #     stages of `most` ms   |  0  |  1  |  2  |  3  |
+        #     work up to n          |===========n|             n cannot be at stage 0
         first = min(int(_total(work, before[node]) / most - ROUNDING), stages - 1)
         behind_it = int(_total(work, behind[node]) / most - ROUNDING)
+        # The same for memory: the state before n needs that many stages to hold it.
         first = max(first, _stages_to_hold(_total(state, before[node]), room) - 1)
         behind_it = max(behind_it, _stages_to_hold(_total(state, behind[node]), room) - 1)
         windows.append((first, stages - 1 - behind_it))
@@ -80,6 +83,7 @@ def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) 
     reached = [0] * count
     for node in order:
         reached[node] = 1 << node
+        # The targets come first in the order, so their sets are complete.
         for target in targets[node]:
             reached[node] |= reached[target]
     return reached
@@ -97,5 +101,6 @@ _DIGITS = bytes.maketrans(b"01", b"\x00\x01")
 
 def members(bits: int) -> list[int]:
     """Return the nodes that are set."""
+    # Faster than testing bits one by one: `compress` selects the indices of ones in C.
     digits = bin(bits)[:1:-1].encode().translate(_DIGITS)
     return list(compress(range(len(digits)), digits))

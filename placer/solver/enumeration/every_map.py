@@ -1,8 +1,8 @@
-"""Every map tried, where maps are few and all else has left the question open.
+"""Enumeration of every map of layers to devices, for problems with few maps.
 
-The integer programs know less than costs do: where devices may recompute, and of memory beyond
-2**50 bytes, which they count in larger units. What a map costs is exact, so that the best of all is
-proven, or that none meets what is asked.
+The integer programs are less exact than ``costs``: they do not decide recomputation per device, and
+they count memory beyond 2**50 bytes in larger units. The cost of a single map is exact. The
+enumeration thus proves that its best map is optimal, or that no map meets the requirements.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
 
 
 def _too_large_together(problem: Problem) -> Infeasibility | None:
-    """More state and saved activations than all the limits together."""
+    """Return the reason if state and saved activations exceed all limits together, else None."""
     need = least_of_all(problem)
     able = sorted(
         frozenset.union(*problem.allowed), key=lambda d: (-problem.devices[d].usable_bytes, d)

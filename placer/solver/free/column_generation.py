@@ -198,6 +198,8 @@ class _Shares:
         low, high, whole = self.known, self.upper, sum(prices)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
+            # Fractional knapsacks: an upper limit of the worth that all devices hold within
+            # `middle`.
             room = sum(
                 kind.devices * self._held(prices, kind.work_ms, middle)[0]
                 for kind in self.graph.kinds
@@ -231,6 +233,7 @@ class _Shares:
             near = self.known > ceiling * (
                 1 - (GAPS.close if finest else GAPS.nearer if tried else GAPS.near)
             )
+            # The groups are too coarse to close the gap: use smaller ones.
             if near and tried:
                 if finest or 2 * count > self.groups[1] * self.devices:
                     return
@@ -301,9 +304,9 @@ class _Shares:
     def _generate(
         self, target: float, prices: list[float], groups: Sequence[Sequence[int]]
     ) -> tuple[list[float], bool]:
-        """Better and better prices for a bottleneck.
+        """Improve the prices for a bottleneck.
 
-        The best, and whether sets of so much load suffice by group.
+        Return the best prices, and whether sets within the bottleneck suffice for the groups.
         """
         searches = self._subsets(target)
         fresh = best = self._tried(searches, prices, target)
@@ -320,6 +323,8 @@ class _Shares:
                 continue
             count, duals = solved
             leans = program.leans()
+            # No new column, or no better count: widen the box if prices lean on its borders,
+            # otherwise these prices are the best.
             if not new or count <= max(self.devices, best.count * (1 + GAPS.close)):
                 if not leans or not program.widen():
                     break
@@ -345,6 +350,8 @@ class _Shares:
             sets += self._keep(kind, found.nodes, target)
         shares = self._shares(whole)
         if min(shares) > LITTLE and self._in_all(self.most_worth) <= whole * (1 - ROUNDING):
+            # The quick search proves nothing. Search all sets only if the prices may prove
+            # something.
             every = self._weighed(searches, scaled, shares, target, self.labels)
             while (
                 any(self._unreal(kind, one.nodes, target) for kind, one in every)

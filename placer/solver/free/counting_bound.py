@@ -51,6 +51,7 @@ def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) ->
             break
         prices = [1 / held if node in counted else 0.0 for node in range(len(heavy))]
         try:
+            # Each counted node is worth 1 / held. The margin of half a node allows for rounding.
             found = subsets.search(prices, 1 - 0.5 / held)
         except Stopped:
             break
@@ -73,6 +74,7 @@ def _enough(
         )
         if missing <= 0:
             return frozenset(heavy[:count])
+        # Each further node may go to a device without transfers, so count again with more nodes.
         count += missing
     return None
 

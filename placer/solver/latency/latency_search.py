@@ -68,7 +68,7 @@ def before_the_program(search: Search) -> None:
 
 
 def _move_layers(search: Search, share: float, patience: float = inf) -> None:
-    """Local search from the best so far, until a share of the time or the work is over."""
+    """Search locally from the best placement, until a share of the time or work is over."""
     if search.best is None or not search.open() or search.over(share):
         return
 

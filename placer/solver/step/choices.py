@@ -70,6 +70,7 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
             each. With one, an infeasible result is proven. With all, a placement is feasible.
     """
     changed = {"objective": "throughput", "transfers": "overlapped", "break_ties": False}
+    # Transfers have lanes of their own in a step, so they overlap with compute.
     asked = problem.request.model_copy(update=changed)
     if by_segment(problem):
         asked = asked.model_copy(update={"chunks": held})
@@ -176,6 +177,7 @@ def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRe
 def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
     """Return whether placements are contiguous, and the schedule."""
     asked = request.schedule
+    # A device that must recompute does so for whole stages, so segments are not possible there.
     by_rule = any(
         request.constraints.recompute_on(device.name) == "always" for device in request.devices
     )
@@ -212,6 +214,8 @@ def in_order(choices: Iterable[Choice]) -> list[Choice]:
     by_chunks: dict[int, list[Choice]] = defaultdict(list)
     for choice in sorted(choices, key=_likely):
         by_chunks[choice.problem.request.chunks].append(choice)
+    # Choices with equal micro-batches have similar bounds and maps: the map of the first one is
+    # often a good start for the next, so they follow one another.
     alike = sorted(by_chunks.values(), key=lambda several: min(choice.bound for choice in several))
     return [choice for several in alike for choice in several]
 

@@ -73,6 +73,9 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
     if problem.training and _has_two_ends(back, count):
         behind_ms = _least_to(block_of, _behind(arcs, forward) + _behind(back, awaited))
         waits = _waits(problem, nodes, block_of, behind_ms)
+    # Two chains of waiting give two bounds. In the first, a stage waits for the way there and back,
+    # without the weight gradients that nobody waits for. In the second, all work counts but only
+    # the way there.
     return max(
         _Row(_by_block(block_of, forward + awaited), ways_ms, waits, problem).least_step(),
         _Row(_by_block(block_of, forward + backward), there_ms, waits, problem).least_step(),
@@ -94,9 +97,13 @@ def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backw
         return 0.0
     if schedule == "fill-drain":
         return behind
+    # A free device fills the gap with weight-gradient passes, so only the wait for the first
+    # gradient is certain.
     if schedule == "zero-bubble":
         room = in_flight(schedule, problem.most_devices, 0, chunks)
         return np.maximum(0.0, behind - (room - 1) * forward)
+    #     stage   F1 F2 .. Fw  |wait(f)|  B1 F . B F .. |wait(b)|  B.. Bn
+    #     behind     1 goes to the end and comes back        n does the same
     held = min(chunks, stages_left)
     first, last = (np.maximum(0.0, behind - (held - 1) * time) for time in (forward, backward))
     return first + last if chunks > stages_left else np.maximum(first, last)
@@ -138,12 +145,15 @@ def _blocks(arcs: Arcs, count: int) -> list[int]:
         there <= node <= back
         for node, (there, back) in enumerate(zip(farthest, earliest, strict=True))
     ]
+    # A block begins at each node that is alone, and right behind it.
+    #    alone    0 1 0 0 1       begins   . 1 1 0 1       block   0 1 2 2 3
     begins = [here or before for here, before in pairwise([False, *alone])]
     return list(accumulate(map(int, begins[1:]), initial=0))
 
 
 def _joined(block_of: list[int]) -> list[int]:
     """Return at most the allowed number of blocks, with equally many joined to each."""
+    # Joining blocks loosens the bound but keeps it valid.
     together = -(-(block_of[-1] + 1) // MOST_BLOCKS)
     return [block // together for block in block_of]
 
@@ -237,6 +247,8 @@ class _Row:
     def least_step(self) -> float:
         """Return the smallest step for which the stages can hold the work of all blocks."""
         low, high = 0.0, self._chunks * float(self._ends[-1])
+        # `_reach` grows with the step, so bisection finds the smallest feasible one. `low` stays
+        # infeasible, hence a lower bound.
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             if self._reach(middle) >= self._ends[-1] * (1 - 1e-12):
@@ -251,6 +263,8 @@ class _Row:
         for lost in self._lost:
             # blocks that it may begin in
             first = int(np.searchsorted(self._starts, reached, side="right"))
+            # Greedy: each stage starts where the previous one ended, or at the end of an earlier
+            # block, and takes as much work as fits.
             begins = np.minimum(reached, self._ends[:first])[:, None]
             further = begins + (step_ms - lost[:first]) / self._chunks
             possible = (lost[:first] <= step_ms) & (further >= self._least)

@@ -132,6 +132,8 @@ class BestStep:
     def _share(self, part: float) -> Share:
         """Return a part of the time and of the work that are left."""
         by_work = self.meter.limit < inf
+        # With a limit of work the answer must not depend on the machine's speed, so time is not
+        # divided.
         time_s = self._time_s() + self._left_s() * (1.0 if by_work else part)
         return Share(time_s, self.meter.done + part * max(0.0, self.meter.left))
 
@@ -162,6 +164,8 @@ def told_s(problem: Problem, devices: list[int]) -> float:
     """
     used = len(set(devices))
     stages = used if problem.contiguous else len(list(groupby(devices)))
+    # Passes of one micro-batch on one stage: forward, backward and, under zero-bubble, the weight-
+    # gradient pass.
     passes = 1 + problem.training + (problem.request.schedule == "zero-bubble")
     orders = SEGMENTS_FACTOR if stages > used else 1
     return REPORT_S_PER_PASS * orders * passes * stages * problem.request.chunks

@@ -74,6 +74,8 @@ def _of_device(
 ) -> float:
     passes = []
     for layer, (forward, awaited, backward) in zip(layers, times, strict=True):
+        # A backward pass counts in two parts: others wait for the input gradient, and nobody waits
+        # for the weight gradient, so its tail is 0.
         passes.append((ways.there[layer], forward, ways.home[layer]))
         passes.append((ways.turn[layer], awaited, ways.back[layer]))
         passes.append((ways.turn[layer] + awaited, backward - awaited, 0.0))
@@ -92,6 +94,8 @@ def one_machine(passes: Sequence[tuple[float, float, float]], times: int) -> flo
     least = 0.0
     for tail in {*tails[:2], *tails[:: max(1, len(tails) // MOST_TAILS)]}:
         held = 0.0
+        # For this tail, the best subset has all passes with a tail and a head that are not shorter.
+        # Sorting by head, the latest first, visits these subsets one after another.
         for head, length, behind in latest:
             if behind >= tail:
                 held += length
@@ -108,6 +112,8 @@ def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:
     """
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
     arcs, back_arcs = arcs_of(problem.values), gradient_arcs(problem)
+    #     there[l] ──F(l)──▶ turn[l] ──B(l)──▶ back[l]
+    #     '-- before F --'              '-- after B --'    home[l]: after F(l), until the step ends
     there, back = longest_before(forward, arcs), longest_before(awaited, back_arcs)
     turn = [way + own for way, own in zip(there, forward, strict=True)]
     home = [own + way for own, way in zip(awaited, back, strict=True)]

@@ -66,6 +66,8 @@ def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> fl
     there, back = arcs_of(problem.values), fill_bound.gradient_arcs(problem)
     read = {reader for _, reader in there}
     starts = [layer for layer in range(len(problem.layers)) if layer not in read][:MOST_STARTS]
+    #     way to l    F F F .. F  B .. B   way back     n micro-batches pass through l one by one;
+    #                 |-- n passes ------|              the ways above already contain one of them
     further = [
         (problem.request.chunks - 1) * (one + other)
         for one, other in zip(forward, awaited, strict=True)

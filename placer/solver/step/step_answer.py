@@ -49,6 +49,8 @@ def incumbent(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, time_s: float
 ) -> Incumbent:
     """Return a report of the best placement so far, with the current choices."""
+    # The search goes on and changes the choices. The report must show the state of now, and it
+    # builds the placement only if someone reads it.
     then = [replace(choice) for choice in choices]
     number = [choice is best for choice in choices].index(True)
 

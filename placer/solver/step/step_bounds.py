@@ -78,6 +78,7 @@ def any_placement(
         return steady_state_bounds.any_placement(problem, nodes, awaited_ms) * (1 - ROUNDING)
     parts = itertools.takewhile(lambda _: not over(), (_spans, fill_bound.filling))
     passes = max((part(problem, nodes, awaited_ms) for part in parts), default=0.0)
+    # In an isolated step the optimizer starts after all passes, so the two bounds add up.
     return (passes + (0.0 if over() else least_optimizer(problem, nodes))) * (1 - ROUNDING)
 
 
@@ -102,6 +103,8 @@ def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
         sorted(min(ms[i] for i in layers) for layers in nodes.nodes)
         for ms in (ways.there, ways.back)
     )
+    # The k-th device used waits at least as long as the k-th smallest head and the k-th smallest
+    # tail, whatever nodes it holds.
     both = [head + tail for head, tail in zip(heads, tails, strict=True)]
     return max(
         one_machine_bound.of_nodes(problem, nodes, awaited_ms, ways),
@@ -161,6 +164,7 @@ class StepTable(CutTable):
         self._awaited = self._sums(_awaited_ms(problem))
         self._way_there = self._fastest_sums(problem.forward_ms)
         self._way_back = self._fastest_sums(_awaited_ms(problem))
+        # All sums below are prefix sums over nodes: the value of nodes i..j-1 is sums[j] - sums[i].
         self._cut_there, self._cut_back = self._transfers()
         self._by_stages_left: dict[tuple[int, int], tuple[Table, Table]] = {}
         self._best_trip: dict[Counts, Table] = {}
@@ -256,6 +260,10 @@ class StepTable(CutTable):
             sums[device][None, :] - sums[device][:, None]
             for sums in (self._forward, self._backward, self._awaited)
         )
+        #     nodes   0 ......... first ......... end ......... last
+        #             |-- there ---|--- stage ----|--- behind ---|
+        #             |-- back ----|              |
+        # Rows are first nodes and columns are ends.
         there = (self._way_there + self._cut_there)[:, None]
         back = (self._way_back + self._cut_back)[:, None]
         whole = self._way_there[-1] + self._way_back[-1]
@@ -264,6 +272,8 @@ class StepTable(CutTable):
         ]
         cut = self._cut_there + self._cut_back
         whole = whole + cut[:, None] + cut[None, :]
+        # One micro-batch passes through all stages; the other chunks - 1 follow through this stage,
+        # in one direction or the other.
         way = whole + (chunks - 1) * np.maximum(forward, awaited)
         wait = fill_bound.wait_ms(self._asked, stages_left, behind, forward, backward)
         own = chunks * (forward + backward) + wait
@@ -271,6 +281,7 @@ class StepTable(CutTable):
         if not pipelines.in_a_row(self._asked):
             return there + own, round_trip
         own = own + self._optimizer[device][None, :] - self._optimizer[device][:, None]
+        # Each direction of a link is one lane: all micro-batches of a step pass through it in turn.
         lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
         return np.maximum(own, lanes), round_trip if self._asked.training else np.zeros_like(own)
 
@@ -284,6 +295,11 @@ class StepTable(CutTable):
         """
         if not np.isfinite(self.fill()[0]):
             return
+        # Best-first search. Each entry is an open cut with the index of its next option; popping it
+        # pushes two entries: the same cut with the next option, and the extended cut.
+        #    open cut  | 0..3 | 3..7 | ?      options of the next stage, by bound
+        #                       ├─▶ choice 0 ──▶ extended cut
+        #                       └─▶ choice 1 (pushed when choice 0 is popped)
         queue: list[_Entry] = []
         number = itertools.count()
 
@@ -330,7 +346,7 @@ class StepTable(CutTable):
         return self.nodes.spread(devices)
 
     def _next_stages(self, start: int, counts: Counts, tail: float | None) -> _Options:
-        """Bound, end and class of the next stage, by bound; those that lead nowhere left out.
+        """Return the options for the next stage, the lowest bound first; dead ends are left out.
 
         Args:
             start: where it begins.
@@ -340,6 +356,8 @@ class StepTable(CutTable):
         """
         rows = []
         for kind in optimal_cuts.kinds_left(counts):
+            # `best` bounds the stages behind, so the bound of an open cut covers its whole
+            # completion, as in A* search.
             later = self.best[optimal_cuts.one_less(counts, kind)]
             row = np.maximum(self.cost(kind, sum(counts))[start], later)
             trips = self._trips(counts, kind, start) + (

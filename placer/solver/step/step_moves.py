@@ -41,6 +41,8 @@ def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: in
         sum(problem.compute_ms(layer, d) for layer in range(len(problem.layers))) or 1.0
         for d in devices
     ]
+    #     devices   a    b  a    b      two rounds; b is half as fast and gets half as much
+    #     nodes     0 1 2|3 |4 5 6|7
     ends = list(accumulate([1 / time_ms for time_ms in whole] * times))
     order = sorted(range(len(nodes.nodes)), key=lambda node: nodes.nodes[node])
     device_of = [devices[0]] * len(nodes.nodes)
@@ -70,6 +72,8 @@ def climb(
         By layer, its device.
     """
     best, least = start, value(start)
+    # Changes are tried in a ring: after an improvement, the search goes on with the next kind of
+    # change instead of starting again with the first.
     options, place, idle = list(changes(problem, nodes, start)), 0, 0
     while idle < len(options):
         if over():
@@ -125,6 +129,7 @@ def _runs(
 
     By device in pipeline order, or, where placements are free, by segment.
     """
+    # Segments follow the profile's order; stages follow the pipeline's.
     if not problem.contiguous:
         order = sorted(range(len(device_of)), key=lambda node: nodes.nodes[node])
     else:
@@ -154,7 +159,7 @@ def _swapped(nodes: Reduction, device_of: Sequence[int], one: int, other: int) -
 
 
 def _unlike(problem: Problem, device_of: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of devices that cannot be swapped for nothing, at least one of them used."""
+    """Yield pairs of devices that are not interchangeable, at least one of them used."""
     used = set(device_of)
     for one in sorted(used):
         for other in range(len(problem.devices)):

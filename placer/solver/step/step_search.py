@@ -114,6 +114,8 @@ class StepSearch(BestStep):
         self.choices = in_order(map(choice_of, questions(self.request)))
         self.best = self.choices[0]
         self.random = Random(self.request.seed)
+        # First a feasible answer, then bounds, then search: with a short time limit, something is
+        # returned.
         self._offer_one_device()
         for number, choice in enumerate(self.choices):
             share = self._share(SHARES.first_bounds / (len(self.choices) - number))
@@ -129,6 +131,8 @@ class StepSearch(BestStep):
         others = [
             choice for choice in self.choices if choice.cuts is None and not self._closed(choice)
         ]
+        # Bounds by work help only where memory or contiguity keeps the work from being shared
+        # evenly.
         loose = [
             choice
             for choice in others
@@ -191,7 +195,7 @@ class StepSearch(BestStep):
         self._all_cuts(choice, share)
 
     def _climb(self, choice: Choice, start: list[int], share: Share) -> None:
-        """Small changes that shorten the step, as long as there are any."""
+        """Apply small changes that shorten the step, as long as there are any."""
 
         def over() -> bool:
             return self._over(choice, share)
@@ -233,6 +237,7 @@ class StepSearch(BestStep):
             return
         if table is None and (not self._may_be_better(choice, share) or self._is_late()):
             return
+        # A row has better starts: its cuts with the lowest bounds.
         near = self._by_bottleneck(choice, share) if table is None or choice.devices is None else []
         for devices in near if choice.devices is None and choice.reason is None else ():
             self._make_room(choice, devices, share)
@@ -259,6 +264,7 @@ class StepSearch(BestStep):
             result = self._offer(choice, devices, "every map")
             if proven and result is not None and costs.fits(choice.problem, result):
                 proven = maps.has_one_order(choice.problem, devices, result.stages)
+        # No map is feasible. The bottleneck search may still find which requirements conflict.
         if choice.devices is None:
             self._by_bottleneck(choice, share)
             choice.reason = choice.reason or NO_MAP
@@ -316,6 +322,7 @@ class StepSearch(BestStep):
         """Return a bound by the work of some device, and a map to try."""
         placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, part, enough)
         choice.reason = placement.infeasible
+        # The bottleneck is the work for one micro-batch.
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
         choice.bound = max(
             choice.bound, min(busy_ms * (1 - ROUNDING), choice.value, self._better())
@@ -333,7 +340,7 @@ class StepSearch(BestStep):
         return self._better() / choice.problem.request.chunks * (1 + 2 * ROUNDING)
 
     def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
-        """Small changes that let devices lack less memory."""
+        """Apply small changes that reduce the missing memory of devices."""
 
         def short_bytes(devices: list[int]) -> float:
             self.meter.done += 1 / PER_WORK.maps

@@ -30,6 +30,8 @@ def broken(choice: Choice, over: Callable[[], bool]) -> Ties:
     search = _TieSearch(choice, over)
     proven = search.all_cuts()
     if not proven:
+        # First less transfer, then better balance at that transfer: the rank is compared from left
+        # to right.
         search.climb(0)
         search.climb(1)
     choice.devices, choice.value = search.devices, search.best.objective_value
@@ -63,7 +65,7 @@ class _TieSearch:
         return True
 
     def climb(self, part: int) -> None:
-        """Small changes that lower a part of the rank, and not what comes before it."""
+        """Apply small changes that lower a part of the rank without raising the parts before it."""
 
         def value(devices: list[int]) -> float:
             self._offer(devices)

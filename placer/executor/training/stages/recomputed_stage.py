@@ -52,6 +52,8 @@ class RecomputedStage(TrainingStage):
     def _opened(
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
     ) -> tuple[list[TrainingSlot], dict[str, Any]]:
+        # The buffers before the forward pass are kept for each slot, because later micro-batches
+        # change them before this one runs again.
         slots, made = super()._opened(count, inputs, targets, weight)
         for slot in slots:
             # All recorded passes share one memory, so results that others read lie outside of it.
@@ -128,6 +130,8 @@ class RecomputedStage(TrainingStage):
     def backward(self, slot: TrainingSlot) -> None:
         """Run forwards once more, and then backwards."""
         outputs, before = slot.outputs, self._before[id(slot)]
+        #     forward m    ... forward m+1 ...   backward m
+        #     weights w0   w1                    restore w0, run forwards again, then put w1 back
         now = [weight.detach().clone() for weight in self._written]
         _write([copy for _, copy in self._buffers] + self._written, before)
         try:

@@ -80,6 +80,9 @@ class OpenedSegment(CompiledSegment):
             [_Left(self._queue, step.layer.name, product, state) for product in products]
             for step, products, state in zip(self.steps, self.products, states, strict=True)
         ]
+        # A trick to get the gradient of an inner product's result out of a compiled function:
+        #     result = product + opening        opening: zeros from _Opening, without memory
+        #     gradient of result = gradient of opening ──▶ _Opening.backward ──▶ queue
         openings = [
             [_Opening.apply(anchor, zero, later) for zero, later in zip(*row, strict=True)]  # type: ignore[no-untyped-call]
             for row in zip(known.zeros, left, strict=True)
@@ -93,6 +96,8 @@ class OpenedSegment(CompiledSegment):
 
     @torch.no_grad()
     def _as_written(self, reads: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> _AsWritten:
+        # One run without compilation per shape: the shapes of products and the layouts of writes
+        # depend on it.
         key = tuple(read.shape if isinstance(read, Tensor) else read for read in reads)
         if key not in self._known:
             copies = [

@@ -137,7 +137,7 @@ class Weights:
             self.reach(alias)
 
     def owned(self, name: str, place: torch.device) -> bool:
-        """Whether an alias is its parameter's own storage, not a replica."""
+        """Return whether an alias is its parameter's own storage, not a replica."""
         return devices.same(devices.location(self.parameters[name]), place)
 
     def stale(self) -> bool:
