@@ -91,13 +91,15 @@ class Endpoints(Sender):
         deadline = _Deadline(wait)
         body = _body(request)
 
-        def ask(accepted: bool) -> Call:
+        def request_call(accepted: bool) -> Call:
             return _polling_call("POST", "/v1/placements", deadline, body, accepted=accepted)
 
         def stopping(call: Call) -> Call:
-            return replace(call, path=f"{call.path}&on_disconnect=stop", again=ask(call.accepted))
+            return replace(
+                call, path=f"{call.path}&on_disconnect=stop", again=request_call(call.accepted)
+            )
 
-        reply = yield from self.send(stopping(ask(accepted=False)))
+        reply = yield from self.send(stopping(request_call(accepted=False)))
         return (yield from self._await_placement(reply, deadline, stopping))
 
     def submit(self, request: PlacementRequest) -> Exchange[Placement | Progress]:
@@ -296,9 +298,9 @@ class Endpoints(Sender):
             "network_bytes_per_s": network_bytes_per_s,
             "network_latency_s": latency_s or None,
         }
-        asked = [("node", _node_name(node)) for node in nodes]
-        asked += [(name, f"{value}") for name, value in network.items() if value is not None]
-        query = f"?{urlencode(asked)}" if asked else ""
+        parameters = [("node", _node_name(node)) for node in nodes]
+        parameters += [(name, f"{value}") for name, value in network.items() if value is not None]
+        query = f"?{urlencode(parameters)}" if parameters else ""
         reply = yield from self.send(Call("GET", f"/v1/cluster{query}", wait_s=MEASUREMENT_S))
         return self.read(Cluster, reply)
 

@@ -89,7 +89,7 @@ def examine(server: str | None = None) -> Report:
         _look_at_devices(report)
     _try_solver(report)
     if server:
-        _ask(report, server)
+        _check_server(report, server)
     return report
 
 
@@ -150,7 +150,7 @@ def _try_solver(report: Report) -> None:
         report.problems.append(f"cannot solve here: {error}")
 
 
-def _ask(report: Report, server: str) -> None:
+def _check_server(report: Report, server: str) -> None:
     try:
         answer = httpx.get(f"{server.rstrip('/')}/readyz", timeout=_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -313,13 +313,15 @@ def _by_name(name: str) -> type[Optimizer]:
 
 def _accepting(kind: type[Optimizer]) -> Callable[..., Optimizer]:
     """Return a constructor that drops unknown options and supplies a missing learning rate."""
-    takes = inspect.signature(kind).parameters
-    lr = takes.get("lr")
+    accepted = inspect.signature(kind).parameters
+    lr = accepted.get("lr")
 
     def make(parameters: Sequence[nn.Parameter], **options: Any) -> Optimizer:
         if lr is not None and lr.default is inspect.Parameter.empty:
             options.setdefault("lr", 1e-3)
-        return kind(parameters, **{name: value for name, value in options.items() if name in takes})
+        return kind(
+            parameters, **{name: value for name, value in options.items() if name in accepted}
+        )
 
     return make
 

@@ -13,7 +13,7 @@ import typer
 from placer.cli.files import load_placement, load_profile, load_question, write_text, writing
 from placer.cli.option_fields import Words, expanded
 from placer.cli.options import Example, Model, Printed, in_a_folder
-from placer.cli.terminal import extra, spinner, told, users_code
+from placer.cli.terminal import extra, profiling_log, spinner, users_code
 from placer.errors import InputError
 from placer.report.timeline import Measurement
 from placer.schema import Placement, PlacementRequest, Profile, RefineOptions
@@ -129,12 +129,12 @@ def refine(
     with extra("torch"):
         from placer.refinement.refine import refine as refine_here
     options = words.read()
-    asked: dict[str, Any] = {
+    measuring: dict[str, Any] = {
         "request" if isinstance(question, PlacementRequest) else "profile": question
     }
     module, inputs = example.load(model)
-    with told(), spinner("measuring stages"), users_code():
-        found = refine_here(where, module, inputs, options=options, **asked)
+    with profiling_log(), spinner("measuring stages"), users_code():
+        found = refine_here(where, module, inputs, options=options, **measuring)
     printed.emit(found)
     if placement_output is not None:
         write_text(placement_output, found.placement.to_json() + "\n")

@@ -110,8 +110,8 @@ def recomputing(
         return default
     words: dict[str, Recompute] = {"*": default}
     for text in by_device:
-        device, _, asked = text.rpartition("=")
-        word = next((word for word in get_args(Recompute) if word == asked), None)
+        device, _, rule = text.rpartition("=")
+        word = next((word for word in get_args(Recompute) if word == rule), None)
         if word is None or not device:
             raise InputError(
                 f"{text!r} is not DEVICE=WORD with a word of {', '.join(get_args(Recompute))};"

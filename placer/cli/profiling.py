@@ -13,7 +13,7 @@ from placer.cli.files import emit, load_profile
 from placer.cli.option_fields import Words, expanded
 from placer.cli.option_words import limited, limits, sample_counts
 from placer.cli.options import Measured, Printed
-from placer.cli.terminal import extra, told, users_code
+from placer.cli.terminal import extra, profiling_log, users_code
 from placer.errors import InputError
 from placer.profiler.merge import merge_profiles
 from placer.schema import Profile, ProfileOptions, Rate
@@ -109,7 +109,7 @@ def _measure(
         "options": options,
     }
     module, inputs = measured.load(spec)
-    with told(), users_code():
+    with profiling_log(), users_code():
         if sizes is not None:
             return profile_here(module, inputs, devices, batch_sizes=sizes, **how)
         return [profile_here(module, inputs, devices, **how)]

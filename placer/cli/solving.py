@@ -11,7 +11,7 @@ from placer.cli import option_words
 from placer.cli.files import load_cluster, load_profile, load_question
 from placer.cli.option_fields import Words, expanded
 from placer.cli.options import Measured, Memory, Model, Printed, Server
-from placer.cli.terminal import spinner, told, users_code
+from placer.cli.terminal import profiling_log, spinner, users_code
 from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest, ProfileOptions, SuggestOptions
 
@@ -58,11 +58,11 @@ def solve(
     if target is None:
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = option_words.limited(target, memory)
-    asked = words.read([device.name for device in target.devices])
+    options = words.read([device.name for device in target.devices])
     profiles = [*(load_profile(name) for name in also), subject]
-    if asked.split_tied:
+    if options.split_tied:
         profiles = [one.untied() for one in profiles]
-    answer(PlacementRequest.from_options(asked, profiles, target), server, printed)
+    answer(PlacementRequest.from_options(options, profiles, target), server, printed)
 
 
 @expanded(SuggestOptions, leave_out=frozenset({"profile_on_server"}))
@@ -76,14 +76,14 @@ def suggest(
 ) -> None:
     """Profile a model here and find its best placement: profile and solve in one."""
     names = measured.names()
-    asked = words.read(names).model_copy(update={"profile_on_server": False})
+    options = words.read(names).model_copy(update={"profile_on_server": False})
     limits = option_words.limits(names, measured.memory)
     module, inputs = measured.load(model)
     from placer_client.suggest import question
 
-    with told(), users_code():
+    with profiling_log(), users_code():
         request = question(
-            module, inputs, asked, devices=names, memory_bytes=limits or None, server=server
+            module, inputs, options, devices=names, memory_bytes=limits or None, server=server
         )
     answer(request, server, printed)
 
@@ -107,7 +107,7 @@ def _refuse_rest(context: typer.Context, file: str) -> None:
 def answer(request: PlacementRequest, server: str | None, printed: Printed) -> NoReturn:
     """Solve, print the placement, and exit with the code of its status."""
     with spinner(f"asking {server}" if server else "solving"):
-        placement = ask(request, server)
+        placement = solve_anywhere(request, server)
     printed.emit(placement)
     if placement.infeasible is not None:
         raise errors.InfeasibleError(placement.infeasible.reason)
@@ -118,7 +118,7 @@ def answer(request: PlacementRequest, server: str | None, printed: Printed) -> N
     raise typer.Exit(0)
 
 
-def ask(request: PlacementRequest, server: str | None) -> Placement:
+def solve_anywhere(request: PlacementRequest, server: str | None) -> Placement:
     """Return the placement that this process or the server finds."""
     if server is None:
         from placer.solver.solve import solve as solve_here

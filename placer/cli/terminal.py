@@ -59,7 +59,7 @@ class _ToPeople(logging.Handler):
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def profiling_log() -> Iterator[None]:
     """Show the warnings of profiling, and on a terminal also its use of the cache."""
     log, handler = logging.getLogger("placer.profiler"), _ToPeople()
     before = log.level

@@ -32,12 +32,12 @@ class Recorder:
 
     Attributes:
         stream: the stream of recordings.
-        beside: the stream of their second branch, see ``side_by_side``.
+        branch: the stream of their second branch, see ``side_by_side``.
         library_bytes: bytes that libraries keep for both.
     """
 
     stream: torch.cuda.Stream
-    beside: torch.cuda.Stream
+    branch: torch.cuda.Stream
     library_bytes: int
 
 
@@ -45,13 +45,13 @@ class Recorder:
 def recorder(device: torch.device) -> Recorder:
     """Return the device's recorder; there is one, because each stream costs a workspace."""
     with torch.cuda.device(device):
-        stream, beside = (stream_of_recordings(device) for _ in range(2))
+        stream, branch = (stream_of_recordings(device) for _ in range(2))
         synchronise(device)
         before = torch.cuda.memory_allocated(device)
-        for one in (stream, beside):
+        for one in (stream, branch):
             _use_libraries(device, one)
         synchronise(device)
-        return Recorder(stream, beside, max(0, int(torch.cuda.memory_allocated(device)) - before))
+        return Recorder(stream, branch, max(0, int(torch.cuda.memory_allocated(device)) - before))
 
 
 def warm_libraries(device: torch.device) -> None:
@@ -185,19 +185,19 @@ def fitting_rooms(
                         graphs.append(graph)
             return sizes
 
-        asked: list[_History] = [[] for _ in passes]
-        first = taken([()] * len(passes), asked)
+        first_histories: list[_History] = [[] for _ in passes]
+        first = taken([()] * len(passes), first_histories)
         torch.cuda.empty_cache()
         # a trial may reserve more than it will save
         scarce = 2 * sum(first) > torch.cuda.mem_get_info(device)[0]
         if scarce:
             return [()] * len(passes)
-        streams = [stream.cuda_stream, recorder(device).beside.cuda_stream]
+        streams = [stream.cuda_stream, recorder(device).branch.cuda_stream]
         rows = [
             [repeated([*_requests(history, one)], often) for one in streams]
-            for history, often in zip(asked, turns, strict=True)
+            for history, often in zip(first_histories, turns, strict=True)
         ]
-        return fit(taken, first, rows if all(asked) else None)
+        return fit(taken, first, rows if all(first_histories) else None)
 
 
 _History = list[Mapping[str, Any]]
@@ -262,17 +262,17 @@ def _captured(
 
 def _take_rooms(stream: torch.cuda.Stream, rooms: Rooms) -> None:
     """Allocate and free the pieces of each stream, which reserves them for the pool."""
-    beside = recorder(stream.device).beside
-    for one, pieces in zip((stream, beside), rooms, strict=False):
+    branch = recorder(stream.device).branch
+    for one, pieces in zip((stream, branch), rooms, strict=False):
         if not pieces:
             continue
-        if one is beside:
-            beside.wait_stream(stream)  # makes this stream part of the recording
+        if one is branch:
+            branch.wait_stream(stream)  # makes this stream part of the recording
         with torch.cuda.stream(one):
             held = [torch.empty(piece, dtype=torch.uint8, device=stream.device) for piece in pieces]
             del held
-        if one is beside:
-            stream.wait_stream(beside)
+        if one is branch:
+            stream.wait_stream(branch)
 
 
 @contextmanager
@@ -358,12 +358,12 @@ def side_by_side(works: Sequence[Callable[[], None]], device: torch.device) -> N
             work()
         return
     here, there = works
-    stream, beside = torch.cuda.current_stream(device), recorder(device).beside
-    beside.wait_stream(stream)
-    with torch.cuda.stream(beside):
+    stream, branch = torch.cuda.current_stream(device), recorder(device).branch
+    branch.wait_stream(stream)
+    with torch.cuda.stream(branch):
         there()
     here()
-    stream.wait_stream(beside)
+    stream.wait_stream(branch)
 
 
 def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> None:

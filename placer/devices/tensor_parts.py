@@ -220,8 +220,8 @@ def memory_key(part: Tensor) -> tuple[Any, ...]:
     except (NotImplementedError, RuntimeError):
         # oneDNN tensors, for example, do not expose their storage
         return (id(part),)
-    lies = part.storage_offset(), part.shape, part.stride()
-    return storage, *lies, part.dtype, part.is_conj(), part.is_neg()
+    layout = part.storage_offset(), part.shape, part.stride()
+    return storage, *layout, part.dtype, part.is_conj(), part.is_neg()
 
 
 class _Rebuilding:

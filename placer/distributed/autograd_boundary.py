@@ -48,12 +48,12 @@ class _Entrance(torch.autograd.Function):
             for flow, gradient, like in zip(ctx.flows, gradients[1:], ctx.like, strict=True)
         ]
         if ctx.marked:
-            came = [
+            arrived = [
                 gradient is not None
                 for flow, gradient in zip(ctx.flows, gradients[1:], strict=True)
                 if flow
             ]
-            result[-1] = torch.tensor(came, dtype=ctx.like[-1][1], device=ctx.like[-1][2])
+            result[-1] = torch.tensor(arrived, dtype=ctx.like[-1][1], device=ctx.like[-1][2])
         return (None, None, *result)
 
 
@@ -72,8 +72,8 @@ class _Exit(torch.autograd.Function):
         back: list[Tensor | None] = list(gradients)
         if ctx.marks:
             # synchronises with the device, once per micro-batch
-            for index, came in zip(ctx.marks, gradients[-1].tolist(), strict=True):
-                back[index] = back[index] if came else None
+            for index, arrived in zip(ctx.marks, gradients[-1].tolist(), strict=True):
+                back[index] = back[index] if arrived else None
         return (None, torch.zeros((), dtype=ctx.token[0], device=ctx.token[1]), *back)
 
 

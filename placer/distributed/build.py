@@ -41,7 +41,7 @@ from placer.distributed.pipeline_head import Head
 from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
 from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.stage_line import Line, line
-from placer.distributed.stage_passes import TellingStage
+from placer.distributed.stage_passes import ReportingStage
 from placer.distributed.state.partial_modules import Names, plant
 from placer.distributed.state.rank_weights import Sharing, Weights, keep_owners, owners_of
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
@@ -130,8 +130,8 @@ def build(
             batch_options is not None and loss_fn is None
         ):  # with a loss, the names may be its values
             refuse_absent_outputs(batch_options, outline(exported.outputs))
-        beside = inputs_of_other_lengths(exported.module.graph, layout.dims)
-        layout = layout.without(beside.intersection(layout.undeclared()))
+        unrelated = inputs_of_other_lengths(exported.module.graph, layout.dims)
+        layout = layout.without(unrelated.intersection(layout.undeclared()))
         graph = _without_leftovers(
             layer_graph(exported, model, tuple(placed.layer_devices)), exported
         )
@@ -478,7 +478,7 @@ def _stage(
     module: StageModule, index: int, count: int, training: bool, group: dist.ProcessGroup | None
 ) -> PipelineStage:
     plan = module.plan
-    return TellingStage(
+    return ReportingStage(
         module,
         index,
         count,

@@ -73,15 +73,15 @@ def _found(operations: fx.Graph, results: set[str]) -> dict[str, frozenset[str]]
     while changed:
         changed = False
         for node in reversed(nodes):
-            ways = [user for user in node.users if _differentiable(user)]
+            readers = [user for user in node.users if _differentiable(user)]
             # a write influences everything that shares the storage
-            ways += [
+            readers += [
                 other
                 for target in written_arguments(node)
                 for home in homes[target]
                 for other in shared[home]
             ]
-            more = set[str]().union(*(found[way] for way in ways)) - found[node]
+            more = set[str]().union(*(found[reader] for reader in readers)) - found[node]
             found[node] |= more
             changed = changed or bool(more)
     return {node.name: frozenset(found[node]) for node in nodes}

@@ -11,7 +11,7 @@ from placer.executor.stage_errors import Place, explain
 from placer.utils.error_translation import ErrorTranslation
 
 
-class TellingStage(PipelineStage):
+class ReportingStage(PipelineStage):
     """A library stage that reports failures like ``DataFlow``.
 
     Raises:

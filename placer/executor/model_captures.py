@@ -82,7 +82,7 @@ class Program:
     _passing: Hashable = None
     _waiting: Waiting = field(default_factory=Waiting)
     _capture_s: float = 0.0
-    _has_told: bool = False
+    _has_warned: bool = False
 
     def mode(self) -> Hashable:
         """Return the conditions of a graph besides shapes.
@@ -237,7 +237,7 @@ class Program:
                     return None
                 try:
                     refuse_hooks(self.module)
-                    fitting = self._anew(known, part, self._waiting.free(kind, tensors))
+                    fitting = self._new_capture(known, part, self._waiting.free(kind, tensors))
                     if difference := self.compare(fitting, part):
                         raise CaptureError(difference)
                 except CaptureError as error:
@@ -253,15 +253,17 @@ class Program:
             self._seen[key] = fitting
         return self._seen[key]
 
-    def _anew(self, known: Sequence[Capture], part: Part, more: Sequence[set[int]]) -> Capture:
-        begun = time.monotonic()
+    def _new_capture(
+        self, known: Sequence[Capture], part: Part, more: Sequence[set[int]]
+    ) -> Capture:
+        started = time.monotonic()
         patience = _PATIENCE * max([1.0, *(capture.seconds for capture in known[:1])])
         args, kwargs = part.inputs.unflatten(part.tensors)
         exported = export(
             self.module, args, kwargs, part.dims, _free(known, part.tensors, more), patience
         )
         self._made += 1
-        self._capture_s = time.monotonic() - begun
+        self._capture_s = time.monotonic() - started
         return Capture(exported, self._capture_s)
 
     def _waits(self, kind: Hashable, tensors: Sequence[Any]) -> bool:
@@ -279,14 +281,14 @@ class Program:
         if len(self._passed_s) >= _KNOWN_SHAPES:
             self._passed_s.clear()
         self._passing = key
-        if not self._has_told:
+        if not self._has_warned:
             warn(
                 f"each of the last {_IN_VAIN} calls captured the model again, because numbers or "
                 "lists in the inputs had changed, or shapes that a graph cannot leave open: such "
                 "calls now run through hooks, micro-batches one after another, and are captured "
                 "only if similar calls come often"
             )
-            self._has_told = True
+            self._has_warned = True
         return True
 
     def note_passed(self, seconds: float) -> None:

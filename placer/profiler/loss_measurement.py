@@ -90,7 +90,7 @@ class Loss:
         """
         try:
             with devices.current(device):
-                # targets take the place of state, results the place of reads
+                # the trial treats targets like state, and results like reads
                 goals = [bring_input(goal, device) for goal in self.target]
                 trial = Trial(
                     self._layer(graph, device),
@@ -105,11 +105,11 @@ class Loss:
         except PlacerError:
             raise
         except Exception as error:  # a user's function may raise anything
-            told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             if ran_out(error):
-                raise ProfilingError(f"loss_fn failed on {device}: {told}") from error
+                raise ProfilingError(f"loss_fn failed on {device}: {failure}") from error
             raise InputError(
-                f"loss_fn failed on {device}, for {self._given(graph)}: {told}"
+                f"loss_fn failed on {device}, for {self._given(graph)}: {failure}"
             ) from error
 
     def _given(self, graph: LayerGraph) -> str:

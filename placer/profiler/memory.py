@@ -125,6 +125,9 @@ def _training_memory(
 ) -> LayerMemory:
     fresh = _fresh_writes(trial, log)
     kept_writes = {key: size for key, size in fresh.items() if key in saved}
+    #     storages alive after the forward pass
+    #       fresh    made for writes: the edges of the graph carry their size
+    #       inside   all others: saved for the backward pass
     inside = {key: size for key, size in log.live.items() if key not in fresh}
     # If a storage is larger than the writes that lie in it, the rest of it is kept as well.
     rest = sum(log.live[key] - size for key, size in kept_writes.items())
@@ -183,7 +186,7 @@ def _pass_workspace(trial: Trial) -> int:
     try:
         with log:
             trial.forward_adding()
-        log.begin_anew()
+        log.restart()
         return peak_bytes(trial.device, log, partial(trial.accumulate_alone, again=True))
     except torch.OutOfMemoryError:
         raise

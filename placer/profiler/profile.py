@@ -139,8 +139,9 @@ def profile(
     limits = resolve_limits(found, memory_bytes)
     folder = open_cache(how.cache)
     # checked in inference, too, so that a misspelt name is reported
-    asked = OptimizerState(optimizer)
-    state = asked if training else OptimizerState(None)
+    named = OptimizerState(optimizer)
+    state = named if training else OptimizerState(None)
+    # Devices of one type have equal times, so one of them is measured for all.
     by_type = _first_of_each_type(found)
     with (
         unobserved(),
@@ -228,8 +229,8 @@ def _warn_of_unsteady_times(
     """Warn once per device type if its times varied, or if other processes used its cores."""
     for kind, device in by_type.items():
         waiting = busy(kind, waited) if device.type == CPU else ""
-        if told := next(filter(None, (*(one.unsteady(kind) for one in profiles), waiting)), ""):
-            _log.warning("%s", told)
+        if warning := next(filter(None, (*(one.unsteady(kind) for one in profiles), waiting)), ""):
+            _log.warning("%s", warning)
 
 
 def _begin_on(device: torch.device) -> None:
@@ -329,6 +330,8 @@ def capture_each(
     for number, (args, kwargs) in enumerate(calls, start=1):
         if step is not None:
             step("capture" if len(calls) == 1 else f"capture {number} of {len(calls)}")
+        # The names of the first graph's layers are the granularity of the others, so that all
+        # profiles have the same layers.
         cut = tuple(layer.name for layer in graphs[0].layers) if graphs else granularity
         graphs.append(capture_graph(model, args, kwargs, granularity=cut, batch_options=options))
         graphs[-1].granularity = graphs[0].granularity

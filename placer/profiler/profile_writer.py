@@ -18,7 +18,7 @@ import torch
 from placer import schema
 from placer.capture.layers import Layer, LayerGraph
 from placer.optimizers import OptimizerState
-from placer.profiler.backward_split.deferred_slices import Rest, beside_slices
+from placer.profiler.backward_split.deferred_slices import Rest, kept_by_slices
 from placer.profiler.layer_state import owned_shares, state_bytes, ties
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import LayerMemory
@@ -52,8 +52,8 @@ def write(
     # order matters below: results count as kept, so they leave the workspace
     kept = _with_results(graph, saved) if training else saved
     sizes = _sizes(graph, measured)
-    beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
-    around, rests = beside_slices(graph, measured, sizes)
+    extra = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
+    around, rests = kept_by_slices(graph, measured, sizes)
     edges = _edges(graph, kept, sizes, training, rests, _deferred(graph, measured))
     pieces = _pieces_bytes(measured) if training else 0
     held = state_bytes(graph, training, optimizer)
@@ -65,7 +65,7 @@ def write(
     for index, layer in enumerate(graph.layers):
         rows = {kind: found[index] for kind, found in measured.items()}
         unsent_bytes = sum(sizes[name] for name in first_kept[layer.name] - sent)
-        own = _workspaces([*rows.values()], pieces, beside[index], around[index])
+        own = _workspaces([*rows.values()], pieces, extra[index], around[index])
         own |= _times(rows, training, held[layer.name]["grad_bytes"], owned[layer.name])
         own["saved_bytes"] = unsent_bytes + max(row.memory.saved_bytes for row in rows.values())
         own |= held[layer.name]
@@ -118,14 +118,14 @@ def _times(
 
 
 def _workspaces(
-    rows: Sequence[Measurement], pieces: int, beside: int, around: int
+    rows: Sequence[Measurement], pieces: int, extra: int, around: int
 ) -> dict[str, Any]:
     """Return a layer's workspaces, as fields of ``schema.Layer``; the largest device type counts.
 
     Args:
         rows: the layer's measurements, one for each device type.
         pieces: the bytes of the allocator's pieces, which every pass needs.
-        beside: the bytes to add to the forward pass; negative to subtract.
+        extra: the bytes to add to the forward pass; negative to subtract.
         around: the bytes present during the backward pass.
     """
     memories = [row.memory for row in rows]
@@ -135,7 +135,7 @@ def _workspaces(
     of_input = _told_apart((memory.input_workspace_bytes for memory in memories), memories)
     of_weights = _material(max(memory.weights_workspace_bytes for memory in memories))
     return {
-        "forward_workspace_bytes": pieces + max(0, beside + forward),
+        "forward_workspace_bytes": pieces + max(0, extra + forward),
         "backward_workspace_bytes": pieces + around + backward,
         "pass_workspace_bytes": _beside(recorded, pieces + around),
         "deferred_bytes": max(memory.deferred_bytes for memory in memories),
@@ -219,7 +219,7 @@ def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
     """
     place = {layer.name: index for index, layer in enumerate(graph.layers)}
     readers = {name: [place[reader] for reader in found] for name, found in graph.readers().items()}
-    beside = [0] * len(graph.layers)
+    extra = [0] * len(graph.layers)
     for name in dict.fromkeys((*graph.inputs, *graph.outputs)):
         if name not in graph.values or graph.values[name].dtype is None:
             continue
@@ -229,8 +229,8 @@ def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
         else:
             there = range(max([place[source] - 1, *read]) + 1, len(graph.layers))
         for index in there:
-            beside[index] += sizes[name]
-    return beside
+            extra[index] += sizes[name]
+    return extra
 
 
 def _beside(workspace: int, around: int) -> int:

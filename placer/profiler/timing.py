@@ -88,6 +88,7 @@ def measure_time(trial: Trial, training: bool, repeats: int, halves: bool = True
 def _summary(columns: Sequence[Sequence[float]], host_ms: float) -> LayerTime:
     """Return the medians of the columns: forward pass and, if any, both backward parts."""
     forward_ms, *halves = (statistics.median(column) for column in columns)
+    # The spread is of whole steps: noise of one pass is less important than noise of all.
     whole = [sum(times) for times in zip(*columns, strict=True)]
     return LayerTime(forward_ms, sum(halves), host_ms, sum(halves[1:]), spread(whole))
 
@@ -121,6 +122,7 @@ def _cuda_times(
     host_ms = statistics.median(_launch_ms(trial.device, passes) for _ in range(_LAUNCHES))
     # A cache policy may retain frequently used lines in one sweep of the cache's size; a sweep of
     # twice its size evicts them.
+    # float32 has 4 bytes.
     cache = torch.zeros(2 * devices.cache_bytes(trial.device) // 4, device=trial.device)
     fresh: list[Sequence[Any]] = [trial.reads, trial.write_gradients if trial.flows else (), ()]
     before = [_rewriting(cache, neighbours) for neighbours in fresh[: len(passes)]]
@@ -160,22 +162,22 @@ def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
         for tensor in tensors
         if not (tensor.is_floating_point() and tensor.itemsize == 1)
     ]
-    pairs = [(tensor, _beside(cache, tensor)) for tensor in written]
+    pairs = [(tensor, _zeros_in(cache, tensor)) for tensor in written]
 
     @torch.no_grad()
     def rewrite() -> None:
         # read, not write: dirty lines would be written back while the layer is timed
         cache.sum()
-        for tensor, beside in pairs:
-            if beside is None:
+        for tensor, zeros in pairs:
+            if zeros is None:
                 tensor.mul_(True)
             else:
-                torch.add(tensor, beside, alpha=0, out=tensor)
+                torch.add(tensor, zeros, alpha=0, out=tensor)
 
     return rewrite
 
 
-def _beside(cache: Tensor, tensor: Tensor) -> Tensor | None:
+def _zeros_in(cache: Tensor, tensor: Tensor) -> Tensor | None:
     """Return zeros inside the cache buffer with a tensor's layout; None if they do not fit."""
     size_bytes = tensor.untyped_storage().nbytes()
     if (
@@ -218,6 +220,7 @@ def spread(times: Sequence[float]) -> float:
     """Return half the interquartile range of the times over their median; 0 for one time."""
     if len(times) < 2 or not (middle := statistics.median(times)):
         return 0.0
+    # Quartiles ignore single outliers, such as an interrupt of the host.
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
     return (high - low) / 2 / middle
 

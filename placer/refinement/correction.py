@@ -65,7 +65,7 @@ def improve(
         seen.add(_map(placement))
         if len(done) == rounds:
             break
-        following = solve(_asked(request, profile))
+        following = solve(_question(request, profile))
         measured = inf if _over(request, done[-1].placement) else done[-1].measured_value
         if _settled(placement, following, measured, tolerance):
             ended = "settled"
@@ -191,13 +191,13 @@ def _round(
     after: Profile,
     solve: Solve,
 ) -> Round:
-    said = _valued(placement, _asked(request, before), solve)
-    measured = _valued(placement, _asked(request, after), solve)
-    assert said.objective_value is not None and measured.objective_value is not None
+    predicted = _valued(placement, _question(request, before), solve)
+    measured = _valued(placement, _question(request, after), solve)
+    assert predicted.objective_value is not None and measured.objective_value is not None
     return Round(
         placement=measured,
         stages=tuple(stages),
-        predicted_value=said.objective_value,
+        predicted_value=predicted.objective_value,
         measured_value=measured.objective_value,
     )
 
@@ -237,7 +237,7 @@ def _valued(placement: Placement, request: PlacementRequest, solve: Solve) -> Pl
     return valued.model_copy(update=kept)
 
 
-def _asked(request: PlacementRequest, profile: Profile) -> PlacementRequest:
+def _question(request: PlacementRequest, profile: Profile) -> PlacementRequest:
     return request.model_copy(update={"profile": profile})
 
 

@@ -187,7 +187,7 @@ def _request(placement: Placement, profile: Profile) -> PlacementRequest:
     where = placement.layer_devices
     # a placement that splits tied layers was solved from an untied profile
     split = any(len({where.get(layer) for layer in tie.layers}) > 1 for tie in profile.tied)
-    asked = PlacementRequest(
+    request = PlacementRequest(
         profile=profile.untied() if split else profile,
         objective=placement.objective,
         constraints=Constraints(recompute="auto" if placement.recompute else "never"),
@@ -196,10 +196,10 @@ def _request(placement: Placement, profile: Profile) -> PlacementRequest:
         schedule=placement.schedule,
         steps="alone" if placement.step is None else placement.step.steps,
     )
-    if not placement.contiguous and _is_but_for_groups(asked, where):
-        return asked
-    rules = asked.constraints.model_copy(update={"contiguous": placement.contiguous})
-    return asked.model_copy(update={"constraints": rules})
+    if not placement.contiguous and _is_but_for_groups(request, where):
+        return request
+    rules = request.constraints.model_copy(update={"contiguous": placement.contiguous})
+    return request.model_copy(update={"constraints": rules})
 
 
 def _is_but_for_groups(request: PlacementRequest, where: Mapping[str, str]) -> bool:

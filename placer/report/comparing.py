@@ -248,9 +248,9 @@ def _held_bytes(load: DeviceLoad | None) -> float | None:
 
 def _moves(first: Mapping[str, str], second: Mapping[str, str]) -> list[Move]:
     """Return runs of layers with the same change; unmoved layers are left out."""
-    ways = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
+    pairs = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
     # consecutive layers with the same change form one move
-    runs = groupby(ways, key=lambda way: way[1:])
+    runs = groupby(pairs, key=lambda pair: pair[1:])
     return [
         Move(layers=[name for name, _, _ in run], source=source, target=target)
         for (source, target), run in runs

@@ -68,8 +68,8 @@ def _compiled(stage: StageTime) -> list[str]:
 
 def _round_text(number: int, one: Round) -> str:
     shown = bytes_text if one.placement.objective == "memory" else ms_text
-    said, was = shown(one.predicted_value), shown(one.measured_value)
-    return f"round {number}     {one.placement.objective}: {said} predicted, {was} measured"
+    text, was = shown(one.predicted_value), shown(one.measured_value)
+    return f"round {number}     {one.placement.objective}: {text} predicted, {was} measured"
 
 
 def _off(predicted: float, measured: float) -> str:

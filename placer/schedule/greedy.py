@@ -219,24 +219,24 @@ class _Greedy:
         free = dict.fromkeys(self._stages, 0)
         for stage in range(len(self._places)):
             self._bring_values(stage)
-        begun: list[tuple[int, int, Pass]] = []
+        started: list[tuple[int, int, Pass]] = []
         while self._wake:
             now, device, urgency = heapq.heappop(self._wake)
             ready = self._open[device]
             if urgency != IDLE:
                 heapq.heappush(ready, urgency)
             # collect all events of this moment first: one of them may be more urgent
-            is_told_more = self._wake and self._wake[0][:2] == (now, device)
-            if is_told_more or not ready or now < free[device]:
+            has_simultaneous_event = self._wake and self._wake[0][:2] == (now, device)
+            if has_simultaneous_event or not ready or now < free[device]:
                 continue
             phase, stage = self._urgent[device][heapq.heappop(ready)]
             ends = self._ends[phase][stage]
             end = free[device] = now + self._times[phase][stage]
-            begun.append((now, end, Pass(stage, phase, len(ends))))
+            started.append((now, end, Pass(stage, phase, len(ends))))
             ends.append(end)
             heapq.heappush(self._wake, (end, device, IDLE))
             self._hand_on(stage, phase, len(ends) - 1, end)
-        return [item for _, _, item in sorted(begun, key=lambda task: task[:2])]
+        return [item for _, _, item in sorted(started, key=lambda task: task[:2])]
 
     def _hand_on(self, stage: int, phase: Phase, number: int, end: int) -> None:
         """Make the passes ready that wait for this one."""
@@ -283,11 +283,11 @@ class _Greedy:
                 number >= len(ends[source]) for source, _, _ in self._inputs[stage]
             ):
                 return
-            room = came = through[before] if before >= 0 else 0
+            room = arrived = through[before] if before >= 0 else 0
             for source, ticks, _ in self._inputs[stage]:
                 lane: Lane = self._places[source], self._places[stage], "forward"
-                came = max(came, self._carry(lane, max(room, ends[source][number]), ticks))
-            self._note("forward", stage, came)
+                arrived = max(arrived, self._carry(lane, max(room, ends[source][number]), ticks))
+            self._note("forward", stage, arrived)
 
     def _bring_gradients(self, stage: int, number: int, end: int) -> None:
         """Send a micro-batch's gradients back."""

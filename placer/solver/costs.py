@@ -148,6 +148,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     stages = pipeline_order(problem, assignment, footprints)
     if stages is None:
         return None
+    # Recomputation depends on memory, and times depend on recomputation: this order avoids a cycle.
     again = recomputed(problem, footprints, stages)
     compute, send, receive = loads(problem, assignment, again)
     join = _overlapped if problem.request.transfers == "overlapped" else _added
@@ -160,6 +161,8 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     least_use = partial(
         _memory, problem, stages, footprints, again, lambda: _least_rooms(problem, stages)
     )
+    # Only this objective simulates the schedule. All others need the loads, the memory or the
+    # number of devices alone.
     if problem.request.objective == "step":
         pipeline = pipelines.pipeline_of(problem, assignment, stages, again)
         if _by_segment(problem):
@@ -176,7 +179,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
         value = pipelines.step_ms(problem, pipeline, plan)
     else:
         value = _objective(problem, assignment, load, use, again)
-    told = use, rooms, least_use
+    measures = use, rooms, least_use
     return Costs(
         tuple(compute),
         tuple(send),
@@ -184,7 +187,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
         load,
         stages,
         value,
-        *told,
+        *measures,
         again,
         pipeline,
         plan,
@@ -268,7 +271,7 @@ def receivers(readers: Sequence[int], assignment: Assignment, source: int) -> li
 def loads(
     problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
 ) -> tuple[list[float], list[float], list[float]]:
-    """Compute, send and receive time of each device, in milliseconds.
+    """Return the compute, send and receive time of each device, in milliseconds.
 
     ``again`` are those that recompute.
     """
@@ -283,6 +286,7 @@ def loads(
                 problem.send_ms(value, source, target),
                 problem.gradient_ms(value, source, target),
             )
+            # A multicast link sends a value once for all readers, but each reader receives it.
             send[source] += 0.0 if problem.multicast and sent else there
             sent = True
             receive[target] += there
@@ -327,6 +331,8 @@ def _rooms(
     def most_that_fit(stage: int, fewest: int) -> int:
         device = stages[stage]
         limit, room = problem.devices[device].usable_bytes, fewest
+        # Memory grows with the number of micro-batches in flight, so the first that does not fit
+        # ends the search.
         for more in range(
             fewest + 1, schedule.in_flight(request.schedule, count, stage, request.chunks) + 1
         ):
@@ -364,8 +370,8 @@ def _within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
 
 def _by_segment(problem: Problem) -> bool:
     """Return whether micro-batches in flight are counted segment by segment."""
-    asked = problem.request.objective, problem.request.schedule
-    return problem.training and not problem.contiguous and asked == ("step", "interleaved")
+    kind = problem.request.objective, problem.request.schedule
+    return problem.training and not problem.contiguous and kind == ("step", "interleaved")
 
 
 def least_in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
@@ -385,6 +391,7 @@ def pipeline_order(
 
     The result is None if they must be contiguous and values form a cycle.
     """
+    # Devices by their first layer in the profile's order.
     used = list(dict.fromkeys(assignment))
     if not problem.contiguous:
         return tuple(used)
@@ -424,12 +431,14 @@ def _roomiest_order(
     waiting = set(range(len(used)))
 
     def excess(stage: int) -> tuple[int, int]:
+        # 1F1B holds one micro-batch for the stage itself and for each stage behind it.
         flight = min(problem.request.chunks, len(waiting))
         use = _least_bytes(problem, footprints(used[stage]), used[stage], flight)
         over = max(0, use - problem.devices[used[stage]].usable_bytes)
         return over, use if problem.request.objective == "memory" else 0
 
     while waiting:
+        # Only stages without open predecessors keep values running forwards.
         ready = [
             stage
             for stage in sorted(waiting)

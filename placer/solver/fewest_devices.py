@@ -70,7 +70,7 @@ class FewestSearch:
             devices, bottleneck, reason = self._search(self._within(most), self._most_ms)
             if devices is not None and self._fits(devices):
                 best, most = devices, len(set(devices)) - 1
-                self._tell(best, float(bound))
+                self._report(best, float(bound))
             elif reason is not None or bottleneck > self._most_ms:
                 bound = most + 1
             else:
@@ -81,7 +81,7 @@ class FewestSearch:
             reason = reason or self._too_slow()
         return answer.nothing(self._problem, reason, float(bound), METHOD, self._time_s())
 
-    def _tell(self, best: list[int], bound: float) -> None:
+    def _report(self, best: list[int], bound: float) -> None:
         if self._progress is not None:
             used = float(len(set(best)))
             self._progress(incumbent(self._problem, best, used, bound, METHOD, self._time_s()))

@@ -82,15 +82,15 @@ def plan_of(
         room: by stage, for how many micro-batches it has room under zero-bubble; the most of use if
             left out.
     """
-    asked, chunks = problem.request.schedule, problem.request.chunks
-    assert asked != "auto"  # only whole questions leave it open
-    if asked in ("fill-drain", "1f1b") or not problem.training:
-        return _fixed_plan(asked, pipeline.places, chunks, problem.training)
+    schedule_name, chunks = problem.request.schedule, problem.request.chunks
+    assert schedule_name != "auto"  # only whole questions leave it open
+    if schedule_name in ("fill-drain", "1f1b") or not problem.training:
+        return _fixed_plan(schedule_name, pipeline.places, chunks, problem.training)
     if has_room is not None and len(set(pipeline.places)) < len(pipeline.places):
         for plan in _shortest_first(pipeline, chunks, in_a_row(problem)):
             if has_room(plan.in_flight):
                 return plan
-    return _plan_by_times(asked, pipeline, chunks, None if room is None else tuple(room))
+    return _plan_by_times(schedule_name, pipeline, chunks, None if room is None else tuple(room))
 
 
 @lru_cache(maxsize=16)
@@ -101,10 +101,10 @@ def _shortest_first(pipeline: Pipeline, chunks: int, repeated: bool) -> list[Pla
 
 @lru_cache(maxsize=16)
 def _plan_by_times(
-    asked: Schedule, pipeline: Pipeline, chunks: int, room: tuple[int, ...] | None
+    schedule_name: Schedule, pipeline: Pipeline, chunks: int, room: tuple[int, ...] | None
 ) -> Plan:
     return schedule.plan(
-        asked,
+        schedule_name,
         pipeline.places,
         chunks,
         forward_ms=pipeline.forward_ms,
@@ -116,8 +116,10 @@ def _plan_by_times(
 
 
 @lru_cache(maxsize=256)
-def _fixed_plan(asked: Schedule, places: tuple[int, ...], chunks: int, training: bool) -> Plan:
-    return schedule.plan(asked, places, chunks, training=training)
+def _fixed_plan(
+    schedule_name: Schedule, places: tuple[int, ...], chunks: int, training: bool
+) -> Plan:
+    return schedule.plan(schedule_name, places, chunks, training=training)
 
 
 def staged(

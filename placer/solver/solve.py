@@ -58,7 +58,7 @@ from placer.solver.step.choices import questions
 from placer.solver.step.step_search import StepSearch
 
 
-class _Shares(NamedTuple):
+class _TimeShares(NamedTuple):
     """How the portfolio divides its time.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Shares(NamedTuple):
     conflict: float = 0.2
 
 
-SHARES = _Shares()
+SHARES = _TimeShares()
 
 
 __all__ = ["Incumbent", "Portfolio", "solve"]
@@ -149,8 +149,10 @@ def _conflict(
         return left_s() <= 0 or meter.left <= 0 or (stop is not None and stop.is_set())
 
     search = Searcher(left_s, request.workers, request.seed, stop, meter)
-    ways = questions(request) if request.objective == "step" else [request]
-    return conflict.explained([Problem.from_request(way) for way in ways], reason, search, over)
+    alternatives = questions(request) if request.objective == "step" else [request]
+    return conflict.explained(
+        [Problem.from_request(way) for way in alternatives], reason, search, over
+    )
 
 
 def _smallest(
@@ -264,7 +266,7 @@ class Portfolio(Search):
             [Problem, Reduction, initial_placements.Over], Iterable[initial_placements.Start]
         ],
     ) -> None:
-        """Cuts of other linear orders, of nodes that may as well be together."""
+        """Offer cuts of other linear orders, with nodes merged that may as well be together."""
         if self.open() and not self.over(1.0):
             for start in orders(self.problem, stage_search.nodes_within(self), self.counted):
                 self.offer(start.devices, start.method)
@@ -322,7 +324,7 @@ class Portfolio(Search):
         return self.best is not None or self.enough is not None
 
     def _reason(self) -> Infeasibility:
-        """Why there is no placement."""
+        """Return why there is no placement."""
         # free placements are looked for next, and the reason is theirs
         if self.problem.loose:
             return Infeasibility(reason=CONTRADICTION)
@@ -345,7 +347,7 @@ class Portfolio(Search):
         if links is None or self.best is None or self.value <= 0 or self.over(SHARES.relaxed):
             return
         if self.open() and not self.over(SHARES.relaxed):
-            self._ask_less(links)
+            self._solve_relaxed(links)
         if self.open():
             redivide(self, stage_search.nodes_within(self), SHARES.relaxed_work, busiest_alone=True)
         if not self.open() or self.over(1.0):
@@ -359,7 +361,7 @@ class Portfolio(Search):
         if self.open() and not self.over(1.0):
             stage_search.halve(self, SHARES.relaxed_work)
 
-    def _ask_less(self, links: StageLinks) -> None:
+    def _solve_relaxed(self, links: StageLinks) -> None:
         """Prove a bound, and maybe find a better placement, with the quickest link everywhere."""
         easier = quickest_everywhere(self.problem, links.quickest, SHARES.relaxed * self.left_s())
         search = Portfolio(easier, stop=self.stop, meter=self.meter)

@@ -32,14 +32,14 @@ async def post_batch(request: Request, service: Serving, wait: Wait = None) -> R
         bodies = await service.validator.split(body)
         del body
         client = client_name(request)
-        asked = [await _submit(service, one, client) for one in bodies]
+        submitted = [await _submit(service, one, client) for one in bodies]
         # Each job keeps its own body only as long as it needs it.
         del bodies
     seconds = service.settings.default_wait_s if wait is None else wait
     # Equal questions of a batch share one job.
-    jobs = {id(one): one for one in asked if isinstance(one, SolveJob)}
+    jobs = {id(one): one for one in submitted if isinstance(one, SolveJob)}
     await asyncio.gather(*(job.wait(seconds) for job in jobs.values()))
-    answers = [await _answer_json(one) for one in asked]
+    answers = [await _answer_json(one) for one in submitted]
     return json_reply(request, b'{"answers":[' + b",".join(answers) + b"]}")
 
 
@@ -64,13 +64,13 @@ async def _submit(
     return job
 
 
-async def _answer_json(asked: SolveJob | Problem | tuple[str, bytes]) -> bytes:
+async def _answer_json(submitted: SolveJob | Problem | tuple[str, bytes]) -> bytes:
     """Return the BatchAnswer as JSON."""
-    if isinstance(asked, Problem):
-        return _failure(asked)
-    if isinstance(asked, tuple):
-        return _success(*asked)
-    job, key = asked, asked.id
+    if isinstance(submitted, Problem):
+        return _failure(submitted)
+    if isinstance(submitted, tuple):
+        return _success(*submitted)
+    job, key = submitted, submitted.id
     written = await job.is_written()
     if job.problem is not None:
         return _failure(job.problem, key)

@@ -128,7 +128,7 @@ class SolveJob(Job):
         incumbent: Best objective value so far.
         bound: Proven bound so far.
         stopped: Whether a client asked to end it with the best placement so far.
-        handed_on: Whether the service stops and the next start continues the job.
+        continues_later: Whether the service stops and the next start continues the job.
         recovered: Whether the worker was killed and the answer is the best that it had reported.
         elsewhere: Whether another replica answered it just before a worker here started.
         taken: Whether another replica took it before a worker here started.
@@ -144,7 +144,7 @@ class SolveJob(Job):
     incumbent: float | None = None
     bound: float | None = None
     stopped: bool = False
-    handed_on: bool = False
+    continues_later: bool = False
     recovered: bool = False
     elsewhere: bool = False
     taken: bool = False

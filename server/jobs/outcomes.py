@@ -11,7 +11,7 @@ from placer.schema import Placement
 from ..problem import Problem, defect
 from ..settings import Settings
 from ..store.database import StoreError
-from ..store.store import Answer, Asked, Store
+from ..store.store import Answer, Store, StoredQuestion
 from ..workers.worker import Crashed, Killed, MissingPackage, Refused
 from .job import Question, SolveJob
 
@@ -32,18 +32,21 @@ def empty_placement(job: SolveJob) -> bytes:
 def store_answer(job: SolveJob, store: Store) -> None:
     """Store the job's answer, or take the stored answer if an earlier solve found a better one."""
     assert job.answer is not None
-    complete = is_proven(job) or not (job.stopped or job.handed_on or job.recovered)
+    complete = is_proven(job) or not (job.stopped or job.continues_later or job.recovered)
     answer = Answer(job.answer, complete=complete, version=placer.__version__)
-    asked = None
+    question = None
     if (solved := job.solved) is not None:
-        summary, asked = solved.summary, Asked(solved.profile_id, solved.profile, solved.question)
+        summary, question = (
+            solved.summary,
+            StoredQuestion(solved.profile_id, solved.profile, solved.question),
+        )
     else:
         # No worker parsed the request, so its parts are unknown.
         fields = {"status": "unknown", "objective": job.question.objective}
         summary = json.dumps(fields).encode()
-    settled = complete or not job.handed_on
+    settled = complete or not job.continues_later
     try:
-        job.answer = store.put(job.id, answer, summary, asked, settled=settled).placement
+        job.answer = store.put(job.id, answer, summary, question, settled=settled).placement
     except StoreError as error:
         log.error("placement %s could not be written, and is kept in memory: %s", job.id, error)
 

@@ -94,7 +94,7 @@ class Peers:
             self._task.cancel()
             await asyncio.wait([self._task])
         for job in self._watched.values():
-            job.handed_on = True
+            job.continues_later = True
             job.finish()
         try:
             await asyncio.to_thread(self.replicas.leave)

@@ -117,26 +117,28 @@ class Solves(Runner[SolveJob]):
         check_limits(question, self._settings)
         self._refuse_overflow(client)
         job = SolveJob(question.id, payload, client, question=question)
-        asked = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
-        job.written = self._accept(asked)
+        accepted = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
+        job.written = self._accept(accepted)
         job.written.add_done_callback(lambda future: self._note_written(job, future))
         self._enqueue(job)
         return job
 
-    def _accept(self, asked: Accepted) -> asyncio.Future[bool]:
+    def _accept(self, accepted: Accepted) -> asyncio.Future[bool]:
         """Write a request to the store, after the end of an earlier stopped job with the same id.
 
         The end of the earlier job deletes the row of that id.
         """
-        before = self._tasks.end_of(asked.id)
+        before = self._tasks.end_of(accepted.id)
         if before is not None:
-            return self._tasks.spawn(self._accept_after(before, asked))
-        return asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
+            return self._tasks.spawn(self._accept_after(before, accepted))
+        return asyncio.get_running_loop().run_in_executor(
+            self._writers, self._store.accept, accepted
+        )
 
-    async def _accept_after(self, before: asyncio.Task[Any], asked: Accepted) -> bool:
+    async def _accept_after(self, before: asyncio.Task[Any], accepted: Accepted) -> bool:
         await asyncio.wait([before])
         return await asyncio.get_running_loop().run_in_executor(
-            self._writers, self._store.accept, asked
+            self._writers, self._store.accept, accepted
         )
 
     def resume(self) -> None:
@@ -191,7 +193,7 @@ class Solves(Runner[SolveJob]):
             StoreError: Another replica solves the job, and the store cannot pass the request on.
         """
         if self._peers and self._peers.find(job.id) is job:
-            await asyncio.to_thread(self._peers.replicas.ask_stop, job.id)
+            await asyncio.to_thread(self._peers.replicas.request_stop, job.id)
         else:
             self._end_with_best(job)
         await job.finished.wait()
@@ -230,7 +232,7 @@ class Solves(Runner[SolveJob]):
             elif job.state == "queued":
                 self._hand_on(job)
             else:
-                job.handed_on = not job.stopped
+                job.continues_later = not job.stopped
                 if job.worker is not None:
                     job.worker.stop()
 
@@ -242,7 +244,7 @@ class Solves(Runner[SolveJob]):
             await self._peers.close()
 
     def _end_with_best(self, job: SolveJob) -> None:
-        job.stopped, job.handed_on = True, False
+        job.stopped, job.continues_later = True, False
         if job.worker is not None:
             job.worker.stop()
         elif self._queued.get(job.id) is job:
@@ -253,7 +255,7 @@ class Solves(Runner[SolveJob]):
 
     def _hand_on(self, job: SolveJob) -> None:
         """Leave the job to the next start, and answer its waiting clients with a 202."""
-        job.handed_on = True
+        job.continues_later = True
         job.state = "queued"
         self._queued.add(job)
         job.finish()
@@ -303,7 +305,7 @@ class Solves(Runner[SolveJob]):
 
     def _continues(self, job: SolveJob, error: Exception) -> bool:
         if self._closing:
-            return job.handed_on and isinstance(error, Died | Killed)
+            return job.continues_later and isinstance(error, Died | Killed)
         return isinstance(error, Died) and job.starts < MAX_STARTS and not job.stopped
 
     def _compute(self, job: SolveJob) -> None:
@@ -367,7 +369,7 @@ class Solves(Runner[SolveJob]):
             self._metrics.solve_seconds.observe(time.monotonic() - (job.started_s or job.created_s))
         if (gap := gap_of(job)) is not None:
             self._metrics.solve_gap.observe(gap)
-        if job.handed_on and job.answer is None:
+        if job.continues_later and job.answer is None:
             self._release(job)
             self._hand_on(job)
             return

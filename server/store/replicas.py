@@ -212,10 +212,10 @@ class Replicas:
         row = self._database.read(lambda connection: connection.execute(query).one_or_none())
         return JobProgress(*row) if row else None
 
-    def ask_stop(self, key: str) -> None:
+    def request_stop(self, key: str) -> None:
         """Ask the owner of a job to end it with the best placement so far."""
-        asked = sa.update(jobs).where(jobs.c.id == key).values(stop=True)
-        self._database.write_one(lambda connection: connection.execute(asked))
+        update = sa.update(jobs).where(jobs.c.id == key).values(stop=True)
+        self._database.write_one(lambda connection: connection.execute(update))
 
     def leave(self) -> None:
         """Release every job, so that another replica takes it at once."""

@@ -57,7 +57,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Asked:
+class StoredQuestion:
     """Question of an answer, in the parts that are stored.
 
     Attributes:
@@ -171,7 +171,7 @@ class Store:
         key: str,
         answer: Answer,
         summary: bytes = b"{}",
-        asked: Asked | None = None,
+        question: StoredQuestion | None = None,
         *,
         settled: bool = True,
     ) -> Answer:
@@ -181,7 +181,7 @@ class Store:
             key: Content hash.
             answer: The answer.
             summary: The fields that lists of placements show, as JSON.
-            asked: Its question, if known.
+            question: Its question, if known.
             settled: Whether the job is done; if not, the next start continues it.
 
         Returns:
@@ -196,7 +196,7 @@ class Store:
             key=key,
             answer=answer,
             summary=_without_nul(summary),
-            asked=asked,
+            question=question,
             settled=settled,
         )
         kept = answer
@@ -212,7 +212,7 @@ class Store:
         key: str,
         answer: Answer,
         summary: Any,
-        asked: Asked | None,
+        question: StoredQuestion | None,
         settled: bool,
     ) -> Answer:
         before = connection.execute(_BEFORE, {"key": key}).one_or_none()
@@ -223,19 +223,24 @@ class Store:
             )
         else:
             kept = answer
-            self._replace(connection, key, answer, summary, asked)
+            self._replace(connection, key, answer, summary, question)
         if settled:
             connection.execute(sa.delete(jobs).where(jobs.c.id == key))
         return kept
 
     def _replace(
-        self, connection: sa.Connection, key: str, answer: Answer, summary: Any, asked: Asked | None
+        self,
+        connection: sa.Connection,
+        key: str,
+        answer: Answer,
+        summary: Any,
+        question: StoredQuestion | None,
     ) -> None:
         values: dict[str, Any] = {"profile_id": None, "question": b"{}"}
-        if asked is not None:
+        if question is not None:
             new = self._insert(profiles).on_conflict_do_nothing(index_elements=["id"])
-            connection.execute(new, {"id": asked.profile_id, "profile": asked.profile})
-            values = {"profile_id": asked.profile_id, "question": asked.question}
+            connection.execute(new, {"id": question.profile_id, "profile": question.profile})
+            values = {"profile_id": question.profile_id, "question": question.question}
         values |= {
             "id": key,
             "version": answer.version,

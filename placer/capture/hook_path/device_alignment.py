@@ -235,7 +235,7 @@ def _align_lists(
     first = next(nest for nest in (*args, *kwargs.values()) if isinstance(nest, (list, tuple)))
     places = [devices.location(tensor) for tensor in first]
 
-    def beside(nest: Any) -> Any:
+    def aligned(nest: Any) -> Any:
         if not isinstance(nest, (list, tuple)) or len(nest) != len(places):
             return nest
         return [
@@ -243,7 +243,7 @@ def _align_lists(
             for item, place in zip(nest, places, strict=True)
         ]
 
-    return tuple(map(beside, args)), {name: beside(nest) for name, nest in kwargs.items()}
+    return tuple(map(aligned, args)), {name: aligned(nest) for name, nest in kwargs.items()}
 
 
 def _are_on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -64,27 +64,29 @@ _ENOUGH_SHARE = 0.002
 
 
 def fit(
-    taken: Taken, without: Sequence[int], asked: Sequence[Sequence[Sequence[Request]]] | None = None
+    taken: Taken,
+    without: Sequence[int],
+    requests: Sequence[Sequence[Sequence[Request]]] | None = None,
 ) -> list[Rooms]:
     """Return for each pass the pieces with which it reserves the least memory.
 
     Args:
         taken: runs the passes with given pieces and returns the bytes that they reserve.
         without: bytes that each pass reserves without pieces.
-        asked: the requests of each pass by stream; None if they are unknown.
+        requests: the requests of each pass by stream; None if they are unknown.
     """
     found: list[Rooms] = [()] * len(without)
     left = [size >= WORTH_BYTES for size in without]
-    if asked is not None:
+    if requests is not None:
         proposed = [
             tuple(map(propose, rows)) if pays else ()
-            for rows, pays in zip(asked, left, strict=True)
+            for rows, pays in zip(requests, left, strict=True)
         ]
         tried = taken(proposed) if any(map(any, proposed)) else without
-        for index, (rows, rooms) in enumerate(zip(asked, proposed, strict=True)):
-            said = sum(map(caching_allocator.taken, rows, rooms))
+        for index, (rows, rooms) in enumerate(zip(requests, proposed, strict=True)):
+            expected = sum(map(caching_allocator.taken, rows, rooms))
             # accept the proposal only if the run confirms the simulation
-            if left[index] and tried[index] <= (1 + _OFF_SHARE) * said:
+            if left[index] and tried[index] <= (1 + _OFF_SHARE) * expected:
                 found[index], left[index] = rooms if tried[index] < without[index] else (), False
     searched = _searched(taken, without, left)
     return [
@@ -92,25 +94,25 @@ def fit(
     ]
 
 
-def propose(asked: Sequence[Request]) -> Pieces:
+def propose(requests: Sequence[Request]) -> Pieces:
     """Return the pieces with which these requests reserve the least memory.
 
     A random search: likely pieces first, then random ones, then variations of the best.
 
     Args:
-        asked: all requests of a stream, in order.
+        requests: all requests of a stream, in order.
     """
-    least, pieces = caching_allocator.taken(asked), Pieces()
-    most = caching_allocator.most_at_once(asked)
+    least, pieces = caching_allocator.taken(requests), Pieces()
+    most = caching_allocator.most_at_once(requests)
     # a fixed seed: the same model gets the same pieces in every process
     random = Random(0)
     for count in range(1, _MOST_ROOMS + 1):
-        best_size, best, came = least, Pieces(), 0
-        likely = list(_likely(asked, count, most))
-        for trial in range(min(_COMPUTED, _MOST_REQUESTS // max(1, len(asked)))):
+        best_size, best, found_at = least, Pieces(), 0
+        likely = list(_likely(requests, count, most))
+        for trial in range(min(_COMPUTED, _MOST_REQUESTS // max(1, len(requests)))):
             if best_size <= (1 + _ENOUGH_SHARE) * most:
                 return best
-            if trial - came > _IN_VAIN:
+            if trial - found_at > _IN_VAIN:
                 break
             if trial < len(likely):
                 tried = likely[trial]
@@ -118,15 +120,15 @@ def propose(asked: Sequence[Request]) -> Pieces:
                 tried = _drawn(random, count, most)
             else:
                 tried = _varied(random, best, most)
-            size = caching_allocator.taken(asked, tried)
+            size = caching_allocator.taken(requests, tried)
             if size < best_size:
-                best_size, best, came = size, tried, trial
+                best_size, best, found_at = size, tried, trial
         if best_size < least:
             least, pieces = best_size, best
     return pieces
 
 
-def _likely(asked: Sequence[Request], count: int, most: int) -> Iterator[Pieces]:
+def _likely(requests: Sequence[Request], count: int, most: int) -> Iterator[Pieces]:
     """Yield candidates that often fit: a piece of the peak size, or two pieces.
 
     Of two pieces, one has the size of a large tensor, and the other holds the rest or the whole
@@ -135,7 +137,7 @@ def _likely(asked: Sequence[Request], count: int, most: int) -> Iterator[Pieces]
     if count == 1:
         yield (_room(most),)
         return
-    sizes = sorted({_room(request.size) for request in asked if request.size}, reverse=True)
+    sizes = sorted({_room(request.size) for request in requests if request.size}, reverse=True)
     for size in sizes[:_LIKELY]:
         yield from (
             (_room(whole), size)

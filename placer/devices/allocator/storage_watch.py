@@ -82,7 +82,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted = set(counted)
         self._made = {key: made for key, made in self._made.items() if key in counted}
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Start a new peak above all live storages, which must outlive the log."""
         self._known |= self.live.keys()
         self.begin(())

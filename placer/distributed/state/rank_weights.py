@@ -250,14 +250,14 @@ class Weights:
             elif self._position in others:
                 operations += [
                     self._operation(dist.isend, tensor, owner)
-                    for tensor in _told(self.copies[name])
+                    for tensor in _gradient_and_flag(self.copies[name])
                 ]
         _run(operations)
-        for name, gradient, came in arrived:
+        for name, gradient, has_gradient in arrived:
             # Read the flag, which synchronises with the device, only if there is no other gradient.
             # Zeros may be added to an existing gradient without harm, but must not become one.
             other = self.own[name].grad is not None or self._before[name] is not None
-            if self.own[name].requires_grad and (other or came.item()):
+            if self.own[name].requires_grad and (other or has_gradient.item()):
                 self._add(name, gradient)
         self.restore()
 
@@ -336,7 +336,7 @@ def _refuse_hooks(shared: Mapping[str, Tensor]) -> None:
             )
 
 
-def _told(copy: Tensor) -> tuple[Tensor, Tensor]:
+def _gradient_and_flag(copy: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of a copy, and a flag for its presence."""
     gradient = copy.grad
     if gradient is None:

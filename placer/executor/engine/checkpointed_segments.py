@@ -66,11 +66,11 @@ class Group:
             again: whether they run again in the backward pass.
         """
         made = dict.fromkeys(name for step in steps for name in step.layer.writes)
-        gone = {name for step in steps for name in step.forget}
+        released = {name for step in steps for name in step.forget}
         reads = dict.fromkeys(
             name for step in steps for name in step.layer.reads if name not in made
         )
-        return cls(steps, again, tuple(reads), tuple(name for name in made if name not in gone))
+        return cls(steps, again, tuple(reads), tuple(name for name in made if name not in released))
 
     def run(self, values: MicroBatch, device: torch.device) -> None:
         """Compute the steps for one micro-batch."""
@@ -101,13 +101,13 @@ class Group:
         values.forget(name for step in self.steps for name in step.forget if name in self.reads)
 
     def _contexts(self, device: torch.device) -> Any:
-        chance = Repeated(device) if any(step.layer.random for step in self.steps) else None
+        random_numbers = Repeated(device) if any(step.layer.random for step in self.steps) else None
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             return (
                 (nullcontext(), nullcontext())
-                if chance is None
-                else (chance.first(), chance.again())
+                if random_numbers is None
+                else (random_numbers.first(), random_numbers.again())
             )
 
         return contexts

@@ -218,7 +218,7 @@ def gains(after_ms: float, before_ms: float) -> bool:
     return after_ms < (1 - _GAIN) * before_ms
 
 
-def told(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return in one line which error a compiler raised."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 

@@ -9,10 +9,10 @@ from placer.executor.engine.compiled_segments import (
     Backend,
     Border,
     CompiledSegment,
+    error_line,
     gains,
     modes_kept,
     obstacle,
-    told,
     trial_ms,
 )
 from placer.executor.engine.slot import Slot
@@ -39,7 +39,7 @@ def compile_stage(stage: Stage[Slot], backend: Backend) -> None:
             after_ms = trial.ms()
     except Exception as error:
         # whatever a compiler may raise: the segment runs without it
-        stage.segment, stage.not_compiled_because = plain, told(error)
+        stage.segment, stage.not_compiled_because = plain, error_line(error)
         return
     finally:
         trial.restore()

@@ -258,7 +258,7 @@ class Streams:
                 with self._lock:
                     while not tickets[0].is_over:
                         self._tick()
-                    result = self._handed_out(tickets.popleft())
+                    result = self._result_of(tickets.popleft())
                 yield result
                 del result
         except KeyboardInterrupt:
@@ -369,7 +369,7 @@ class Streams:
         while self._moving:
             self._tick()
 
-    def _handed_out(self, ticket: Ticket) -> Any:
+    def _result_of(self, ticket: Ticket) -> Any:
         if ticket.error is not None:
             self._fail(ticket)
         if ticket.pipeline is None or ticket.passage is None:

@@ -94,7 +94,7 @@ class BatchStatistics:
         self._counters[site] = tensor
         return True
 
-    def knows(self, tensor: Tensor) -> bool:
+    def is_own_buffer(self, tensor: Tensor) -> bool:
         """Return whether the tensor is the model's own buffer, not a copy for another device."""
         return id(tensor) in self._known
 
@@ -164,7 +164,12 @@ class _Gather(TorchFunctionMode):
         self._calls: Counter[int] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _BATCH_NORMS and not kwargs and self._statistics.knows(args[3]) and args[5]:
+        if (
+            func in _BATCH_NORMS
+            and not kwargs
+            and self._statistics.is_own_buffer(args[3])
+            and args[5]
+        ):
             return self._statistics.normalise(self._site(args[3]), func, args)
         if func in ADD_OPERATIONS and self._statistics.counts(self._site(args[0]), args[0]):
             return args[0]

@@ -32,7 +32,7 @@ class Rest:
     until: str = ""
 
 
-def beside_slices(
+def kept_by_slices(
     graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]], sizes: Mapping[str, int]
 ) -> tuple[list[int], dict[str, Rest]]:
     """Return the memory that waiting gradient slices keep alive.
@@ -51,7 +51,7 @@ def beside_slices(
     made, read = _makers_and_readers(graph)
     # the device type with the most memory counts
     for rows in measured.values():
-        beside = [0] * len(graph.layers)
+        kept = [0] * len(graph.layers)
         for index, (layer, row) in enumerate(zip(graph.layers, rows, strict=True)):
             for whole, positions in row.memory.slices:
                 names = _made_reads(layer, positions, made)
@@ -60,7 +60,7 @@ def beside_slices(
                 alone = [made[name] for name in names if read[name][0] == index]
                 begins = min(alone, default=index)
                 for step in range(begins, index):
-                    beside[step] += max(
+                    kept[step] += max(
                         0, whole - sum(sizes[name] for name in names if made[name] <= step)
                     )
                 # with an earlier reader, the slice is freed once that reader's gradient is added to
@@ -72,7 +72,7 @@ def beside_slices(
                 longest = min(before, key=before.__getitem__, default="")
                 if longest and before[longest] < begins and rest > rests.get(longest, Rest()).bytes:
                     rests[longest] = Rest(rest, graph.layers[begins].name if begins < index else "")
-        around = list(map(max, around, beside))
+        around = list(map(max, around, kept))
     return around, rests
 
 

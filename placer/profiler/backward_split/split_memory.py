@@ -85,12 +85,13 @@ def _measured(trial: Trial, again: bool) -> Halves:
             with waiting:
                 trial.forward()
             before = log.count
-            log.begin_anew()
+            log.restart()
             # the graph is retained if the weight gradients are computed from it afterwards
             gradients = trial.backward_by_input(waiting.edges, waiting.weights, again)
             input_bytes = log.peak_bytes()
         found = gradients[: len(waiting.edges)]
         # gradients at the cut edges stay until the weight-gradient pass
+        # Several edges may share one gradient storage, so a set counts each storage once.
         keys = {
             key_of(gradient)
             for gradient in found
@@ -163,7 +164,7 @@ def _weights_bytes(
             [operation.edge], wanted, [gradient], retain_graph=True, allow_unused=True
         )
 
-    log.begin_anew()
+    log.restart()
     return peak_bytes(trial.device, log, run)
 
 

@@ -82,14 +82,14 @@ def _all(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 def _network(leaders: dict[str, int], group: dist.ProcessGroup) -> dict[tuple[str, str], Rate]:
     """Return the rate between every two hosts by (source, target), measured one at a time."""
-    ways: dict[tuple[str, str], Rate] = {}
+    rates: dict[tuple[str, str], Rate] = {}
     wrong = 0
     for source, sender in leaders.items():
         for target, receiver in leaders.items():
             if source == target:
                 continue
             if dist.get_rank() == sender:
-                ways[source, target], wrong = _send(receiver, group)
+                rates[source, target], wrong = _send(receiver, group)
             elif dist.get_rank() == receiver:
                 _receive(sender, group)
             spoilt = max(_all(wrong, group))
@@ -98,7 +98,7 @@ def _network(leaders: dict[str, int], group: dist.ProcessGroup) -> dict[tuple[st
                     f"the network {source} -> {target} changes bytes: {spoilt} of "
                     f"{HOST_SIZES[-1]}; leave one host out"
                 )
-    return {pair: rate for found in _all(ways, group) for pair, rate in found.items()}
+    return {pair: rate for found in _all(rates, group) for pair, rate in found.items()}
 
 
 def _send(receiver: int, group: dist.ProcessGroup) -> tuple[Rate, int]:
@@ -109,6 +109,8 @@ def _send(receiver: int, group: dist.ProcessGroup) -> tuple[Rate, int]:
         sent = pattern(size)
         times[size] = min(_round_trip(sent, receiver, group)[0] for _ in range(_REPEATS))
     changed = _round_trip(pattern(HOST_SIZES[-1]), receiver, group)[1]
+    #     sender   ── size bytes ──▶ receiver      time there = whole round trip - time of one byte
+    #     sender   ◀── one byte ──── receiver                   back, which is half of a 1-byte trip
     back_s = times.pop(1) / 2
     # The answer is one byte, so the forward direction takes most of the time. On a busy host the
     # one-byte round trip may be slower by chance.

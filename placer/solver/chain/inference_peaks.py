@@ -61,7 +61,7 @@ def inference_moments(problem: Problem, blocks: Sequence[Sequence[int]]) -> NDAr
 
 
 class _Held:
-    """What is held by first block and step, in runs of steps.
+    """The held bytes by first block and step, in runs of steps.
 
     Args:
         blocks: how many there are.
@@ -73,10 +73,14 @@ class _Held:
 
     def __init__(self, blocks: int, steps: int) -> None:
         self.worst = np.zeros(blocks, np.int64)
+        # Runs of about sqrt(steps) balance the two parts of `add`: whole runs and single steps.
         self._run = max(isqrt(steps), LEAST_RUN)
         runs = -(-steps // self._run)
+        # Split of the held bytes at a step, so that a long hold touches few numbers:
+        #    held[first, step] = _throughout[first, step // run] + _partly[first, step]
+        #    _most[first, run]  = the maximum of held over the steps of the run
         self._throughout = np.zeros((blocks, runs), np.int64)
-        self._beside = np.zeros((blocks, runs * self._run), np.int64)
+        self._partly = np.zeros((blocks, runs * self._run), np.int64)
         self._most = np.zeros((blocks, runs), np.int64)
 
     def add(self, hold: _Hold) -> None:
@@ -93,8 +97,8 @@ class _Held:
             self._raise(self.worst[firsts], most.max(axis=1))
 
     def _add_within(self, firsts: slice, run: int, begin: int, end: int, size: int) -> None:
-        """Count what is held at some steps of a run."""
-        here = self._beside[firsts, begin:end]
+        """Add the bytes of a hold at some steps of a run."""
+        here = self._partly[firsts, begin:end]
         here += size
         most = here.max(axis=1) + self._throughout[firsts, run]
         self._raise(self._most[firsts, run], most)
@@ -129,6 +133,8 @@ def _holds(value: Value, block_of: dict[int, int]) -> Iterator[tuple[int, _Hold]
     for block, until in sorted(last_step.items()):
         held.append((begin, value.source - 1))
         begin = end = block + 1
+        # `held` is a stack with decreasing `until`. The joining block extends the entries that end
+        # earlier, and each extension is one rectangle of stages and steps.
         while held and held[-1][1] < until:
             first, known = held.pop()
             yield block, _Hold(slice(first, end), (known + 1, until + 1), value.held_bytes)

@@ -34,7 +34,7 @@ from placer.solver.contiguous import ideal_frontiers
 from placer.solver.contiguous.class_links import ClassNets
 from placer.solver.contiguous.class_windows import Graph, Windows
 from placer.solver.contiguous.ideal_frontiers import Between, Frontier, Range
-from placer.solver.contiguous.stage_capacity import StageRoom
+from placer.solver.contiguous.stage_capacity import StageCapacity
 from placer.solver.contiguous.transfer_windows import MOST_NODES, MOST_PINS, narrowed_windows
 from placer.solver.cpsat.capacity import work_on
 from placer.solver.cpsat.runner import PER_WORK
@@ -79,6 +79,7 @@ def _number_of_orders(problem: Problem) -> float:
     # some are left out: no closed form, so counted as if they were in it
     if sum(sizes) > problem.most_devices:
         return float(len(sizes) ** problem.most_devices)
+    # Permutations of a multiset: n! / (n_a! n_b! ...).
     return factorial(sum(sizes)) / prod(map(factorial, sizes))
 
 
@@ -135,7 +136,7 @@ class ClassOrders:
         self.graph = Graph(
             works, np.array(arcs, np.int64).reshape(-1, 2), _before(problem, nodes), nets, windows
         )
-        self.room = StageRoom(problem, nodes) if can_bind(problem) else None
+        self.capacity = StageCapacity(problem, nodes) if can_bind(problem) else None
 
     def best(self, order: Order, over: Callable[[], bool], memory: Memory = "sums") -> Chain | None:
         """Return the best chain of an order; None if there are too many ideals, or time is over.
@@ -167,7 +168,7 @@ class ClassOrders:
 
     @property
     def _sets(self) -> int:
-        return 0 if self.room is None else self.room.sets
+        return 0 if self.capacity is None else self.capacity.sets
 
 
 def _before(problem: Problem, nodes: Reduction) -> Bools:
@@ -236,6 +237,8 @@ class _Chains:
             value = self._through(stage, before, behind)
             if value is None:
                 return None
+            # Ideals that no chain reaches within the bottleneck cannot be part of a better
+            # placement.
             alive = value <= self.within
             if not alive.any():
                 return inf
@@ -282,6 +285,10 @@ class _Chains:
 
     def _blocks(self, begins: Vector, ends: Vector, slack: float) -> Iterator[tuple[slice, slice]]:
         """Yield ranges of ideals and of their possible successors, both by work."""
+        # Both lists are sorted by work, so the possible successors of a block of rows are one range
+        # of columns:
+        #     begins   |--rows--|            successors have between begins[start] and
+        #     ends     ....|-----------|...   begins[stop - 1] + the bottleneck
         for start in range(0, len(begins), ROWS):
             stop = min(start + ROWS, len(begins))
             first = int(np.searchsorted(ends, begins[start] - slack))
@@ -291,6 +298,8 @@ class _Chains:
 
     def read(self) -> list[int]:
         """Return, by layer, its device, following the best choices from the last ideal."""
+        # The table stores values only. One column of each frontier is computed again to find the
+        # choice.
         left = [list(alike) for alike in self.given.classes]
         devices = [0] * self.works.shape[1]
         place = self.frontiers[-1].whole
@@ -320,17 +329,18 @@ class _Loads:
         self._between = Between(self._before, self._behind)
         work, banned = chains.works[kind], chains.banned[kind]
         self._work = before.sums(work), behind.sums(work)
-        self._room, self._device = given.room, given.classes[kind][0]
+        self._capacity, self._device = given.capacity, given.classes[kind][0]
+        # A banned node weighs 1, so a stage with any of them exceeds 0.5: bans are one more limit.
         limits = [(banned.astype(np.float64), 0.5)] if banned.any() else []
         self._flight, self._over = 1, chains.over
-        self._exactly = self._room is not None and chains.memory != "sums"
-        if self._room is not None:
+        self._exactly = self._capacity is not None and chains.memory != "sums"
+        if self._capacity is not None:
             stages = len(chains.order)
-            self._flight = self._room.flight(stages - stage)
+            self._flight = self._capacity.flight(stages - stage)
             limit = given.problem.devices[self._device].usable_bytes * (1 + ROUNDING)
-            limits.append((self._room.least(self._device, self._flight), limit))
+            limits.append((self._capacity.least(self._device, self._flight), limit))
             if self._exactly:
-                most = self._room.most(self._flight)
+                most = self._capacity.most(self._flight)
                 self._sure = before.sums(most), behind.sums(most), limit
         self._limited = [
             (before.sums(weight), behind.sums(weight), most) for weight, most in limits
@@ -353,15 +363,17 @@ class _Loads:
 
     def _settle(self, load: Table, table: Table, rows: slice, columns: slice, most: Vector) -> None:
         """Let the best of each later ideal be such that its device has the memory for it."""
-        told, places = self._roomy(rows, columns), np.arange(table.shape[1])
+        decided, places = self._roomy(rows, columns), np.arange(table.shape[1])
+        # Exact memory is expensive, so it is computed lazily: only the current best row of a column
+        # is made exact, until the best row of each column is exact.
         while True:
             chosen = table.argmin(axis=0)
-            asked = np.flatnonzero((table[chosen, places] <= most) & ~told[chosen, places])
-            if not len(asked):
+            undecided = np.flatnonzero((table[chosen, places] <= most) & ~decided[chosen, places])
+            if not len(undecided):
                 return
-            for column in asked:
+            for column in undecided:
                 row = chosen[column]
-                told[row, column] = True
+                decided[row, column] = True
                 more_ms = self._more_ms(
                     int(row) + (rows.start or 0), int(column) + (columns.start or 0)
                 )
@@ -373,11 +385,11 @@ class _Loads:
         return np.asarray(ends[None, columns] - begins[rows, None] <= most)
 
     def _more_ms(self, row: int, column: int) -> float:
-        assert self._room is not None
+        assert self._capacity is not None
         if self._over():
             raise Stopped
         members = self._behind.ideal(column) & ~self._before.ideal(row)
-        return self._room.more_ms(self._device, self._flight, members)
+        return self._capacity.more_ms(self._device, self._flight, members)
 
     def _of(self, rows: slice, columns: slice) -> Table:
         """Return, by some ideals and some later ones, the load, or infinity."""

@@ -138,13 +138,13 @@ class Windows:
             self.possible = not (self.surely & ~self.maybe).any()
         self.cuts += cutter.cuts
 
-    def _unable(self, cutter: _StageCutter, asked: Bools, with_it: Bools) -> Bools:
+    def _unable(self, cutter: _StageCutter, candidates: Bools, with_it: Bools) -> Bools:
         """Return the nodes, of some, that cannot be at the stage.
 
         If a node cannot be there, neither can the nodes that come with it.
         """
-        undecided = asked & ~cutter.held
-        unable = asked & cutter.too_heavy
+        undecided = candidates & ~cutter.held
+        unable = candidates & cutter.too_heavy
         undecided &= ~unable
         while undecided.any():
             nodes = np.flatnonzero(undecided)
@@ -219,9 +219,9 @@ class _StageCutter:
         )
 
     def _nets(self, pins: Bools, cost_ms: Vector, work: Vector) -> None:
-        """Work, and what is cut.
+        """Add the arcs for work and for cut nets.
 
-        Nets with a pin that is elsewhere for sure are paid for as soon as one is here.
+        If a pin of a net is elsewhere for sure, the net costs time with the first pin here.
         """
         here = pins[:, self._free]
         size = here.sum(axis=1)
@@ -240,7 +240,7 @@ class _StageCutter:
         self._many(here, steps, touched[~outside[touched] & (size[touched] > 2)], to_sink=False)
 
     def _many(self, here: Bools, steps: Steps, nets: NDArray[np.int64], *, to_sink: bool) -> None:
-        """Nets of many pins.
+        """Add the arcs for nets of many pins.
 
         Every pin feeds the net's arc, which ends in the sink or feeds every pin.
         """

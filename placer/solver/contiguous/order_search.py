@@ -137,12 +137,12 @@ def search_orders(search: Search) -> bool:
     Args:
         search: with a placement, of a problem that ``class_orders.applies`` to.
     """
-    asked = _likely_first(search, class_orders.orders(search.problem))
-    bounds = dict.fromkeys(asked, search.bound)
+    likely = _likely_first(search, class_orders.orders(search.problem))
+    bounds = dict.fromkeys(likely, search.bound)
     low = [LOW_TARGET] if len(search.nodes.nodes) <= FEW_NODES else []
     for share in (*low, *[1.0] * MOST_QUESTIONS):
         known = dict(bounds)
-        if not _ask(search, bounds, share):
+        if not _refute_each(search, bounds, share):
             return False
         least = min(bounds.values())
         search.prove(search.nothing_below() if least >= search.better() else least)
@@ -151,13 +151,13 @@ def search_orders(search: Search) -> bool:
     return True
 
 
-def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
+def _refute_each(search: Search, bounds: dict[Order, float], share: float) -> bool:
     """Ask each order that may have something better for it; whether each was answered.
 
     Args:
         search: as above.
         bounds: by order, what is proven of it, which is raised.
-        share: of a bottleneck that is better, what is asked for.
+        share: the required bottleneck, as a fraction of the best known one.
     """
     given: ClassOrders | None = None
     for order, bound in bounds.items():
@@ -181,10 +181,10 @@ def _chain(
     Where memory does not allow it, that by what memory does allow.
     """
     found: Chain | None = None
-    ways: tuple[Memory, ...] = (
+    memories: tuple[Memory, ...] = (
         ("sums", "exact") if memory_bounds.can_bind(search.problem) else ("sums",)
     )
-    for memory in ways:
+    for memory in memories:
         before = search.value
         chain = (
             None if search.over(share) else given.best(order, lambda: search.over(share), memory)
@@ -197,13 +197,13 @@ def _chain(
         if (
             chain.devices is None
             or search.value < before
-            or not _asks_too_much(search, chain.devices)
+            or not _breaks_memory(search, chain.devices)
         ):
             break
     return found
 
 
-def _asks_too_much(search: Search, devices: list[int]) -> bool:
+def _breaks_memory(search: Search, devices: list[int]) -> bool:
     """Return whether memory makes a placement longer than its chain, or infeasible."""
     result = costs.evaluate(search.problem, devices)
     return result is not None and (bool(result.recompute) or not costs.fits(search.problem, result))

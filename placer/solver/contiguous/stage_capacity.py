@@ -21,7 +21,7 @@ Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
 
 
-class StageRoom:
+class StageCapacity:
     """The memory of stages.
 
     Args:

@@ -103,7 +103,7 @@ class _Reach:
     within: float
 
     def narrowed(self, windows: Windows) -> Windows:
-        """Narrower windows, if there are any."""
+        """Return narrower windows, if there are any."""
         firsts = self._firsts([first for first, _ in windows], [last for _, last in windows])
         turned = self._turned()
         flipped = turned._firsts(
@@ -161,11 +161,11 @@ class _Reach:
                         firsts[other] = stage + 1
                 undecided = [other for other in undecided if firsts[other] == stage]
             else:
-                gone = self.before[node]
+                removed = self.before[node]
                 undecided = [
                     other
                     for other in undecided
-                    if not gone >> other & 1
+                    if not removed >> other & 1
                     and (not passed >> other & 1 or self.before[other] & late & ~passed)
                 ]
 

@@ -33,6 +33,8 @@ class PeakStep:
 
 def recorded_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[PeakStep]:
     """Return the steps that may need the most, in order, each of the two ways for itself."""
+    # All layers on one device: the most that can be held at each step. Steps that fit even then
+    # cannot exceed a limit and need no rule.
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     moments = memory.moments_recorded(problem, everything)
     chunks = problem.request.chunks
@@ -42,14 +44,16 @@ def recorded_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) ->
     for forwards in (True, False):
         steps = [moment[not forwards] for moment in moments]
         often = chunks if forwards else problem.backwards(chunks)
-        beside = all_bytes - often * max(0, *map(sum, steps))
+        other_bytes = all_bytes - often * max(0, *map(sum, steps))
+        # Dominance inside a node: its layers share a device, so a step with less need and no more
+        # held bytes adds nothing.
         before = [-1 if forwards else 0] * len(nodes.nodes)
         # Of a node's steps the last one has kept the most forwards, the first one has the most to
         # leave backwards.
         for step in reversed(range(len(steps))) if forwards else range(len(steps)):
             node, need = nodes.node_of[step], steps[step][1]
             wait = waits[not forwards][step]
-            if need + wait > before[node] and beside + often * sum(steps[step]) > limit_bytes:
+            if need + wait > before[node] and other_bytes + often * sum(steps[step]) > limit_bytes:
                 rows.append(PeakStep(step, forwards, need, wait > 0))
             before[node] = max(before[node], need)
     return sorted(rows, key=lambda row: row.step)
@@ -62,7 +66,7 @@ def training_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) ->
     moments = memory.moments_of_training(problem, everything, kept)
     use = memory.footprint(problem, everything)
     further = (problem.request.chunks - 1) * use.kept_bytes
-    beside = use.one.total_bytes + further - use.one.activation_bytes - use.one.workspace_bytes
+    other_bytes = use.one.total_bytes + further - use.one.activation_bytes - use.one.workspace_bytes
     waits = _may_wait(problem)
     later = [0] * len(nodes.nodes)
     rows = []
@@ -80,7 +84,7 @@ def training_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) ->
                 waits[not forwards][step],
             )
             # A later step of the same node, or the other one of this, keeps no less.
-            if need + wait > later[node] and beside + sum(there) > limit_bytes:
+            if need + wait > later[node] and other_bytes + sum(there) > limit_bytes:
                 rows.append(PeakStep(step, forwards, need, wait > 0))
             later[node] = max(later[node], need)
     return rows[::-1]

@@ -65,17 +65,17 @@ class Requirement:
 
 
 def explained(
-    ways: Sequence[Problem], reason: Infeasibility, search: Search, over: Callable[[], bool]
+    alternatives: Sequence[Problem], reason: Infeasibility, search: Search, over: Callable[[], bool]
 ) -> Infeasibility:
     """Return the reason with the smallest conflicting set of requirements, if time allows.
 
     Args:
-        ways: the infeasible problems; a placement for any of them would answer the request.
-        reason: the reason as far as it is known.
+        alternatives: the infeasible problems; a placement for any of them would answer the request.
+        reason: the reason that is known so far.
         search: looks for a placement.
         over: whether the time is over.
     """
-    conflict = Conflict(ways, search, over)
+    conflict = Conflict(alternatives, search, over)
     group = conflict.irreducible()
     smallest = conflict.smallest(group) if group else None
     words = tuple(
@@ -89,16 +89,17 @@ def explained(
     return reason.model_copy(update=found)
 
 
-def requirements(ways: Sequence[Problem]) -> list[Requirement]:
+def requirements(alternatives: Sequence[Problem]) -> list[Requirement]:
     """Return all that is asked of a placement, whatever the way, but what every placement meets."""
     every = [
-        [*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)] for problem in ways
+        [*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)]
+        for problem in alternatives
     ]
-    asked = dict.fromkeys(itertools.chain(*every))
+    required = dict.fromkeys(itertools.chain(*every))
     # then it is a way's own, and nobody's rule
-    if not all(problem.contiguous for problem in ways):
-        return [requirement for requirement in asked if requirement.kind != "contiguous"]
-    return list(asked)
+    if not all(problem.contiguous for problem in alternatives):
+        return [requirement for requirement in required if requirement.kind != "contiguous"]
+    return list(required)
 
 
 def _of_layers(problem: Problem) -> Iterator[Requirement]:
@@ -155,17 +156,19 @@ def _of_devices(problem: Problem) -> Iterator[Requirement]:
 
 
 class Conflict:
-    """The requirements of a question that cannot be met.
+    """The requirements of a request that cannot be met together.
 
     Args:
-        ways: what is asked; any of them would do.
+        alternatives: alternative problems; a placement for any of them would answer the request.
         search: looks for a placement.
         over: whether the time is over.
     """
 
-    def __init__(self, ways: Sequence[Problem], search: Search, over: Callable[[], bool]) -> None:
-        self._ways, self._search, self._over = ways, search, over
-        self.all = requirements(ways)
+    def __init__(
+        self, alternatives: Sequence[Problem], search: Search, over: Callable[[], bool]
+    ) -> None:
+        self._alternatives, self._search, self._over = alternatives, search, over
+        self.all = requirements(alternatives)
         self._corrections: list[Numbers] = []
 
     def irreducible(self) -> Numbers:
@@ -216,7 +219,7 @@ class Conflict:
     def _met_with(self, numbers: Numbers) -> Numbers | None:
         """Return all requirements that a placement for some of them meets, or None if unknown."""
         known = True
-        for problem in self._ways:
+        for problem in self._alternatives:
             for shape in self._shapes(problem, numbers):
                 met = self._met_in(self._only(problem, numbers, shape), numbers)
                 if met is not None and met != IMPOSSIBLE:
@@ -253,7 +256,7 @@ class Conflict:
 
     @staticmethod
     def _quick(easier: Problem, nodes: Reduction) -> Iterator[list[int]]:
-        """Placements that are found without a search."""
+        """Yield placements that need no search."""
         if easier.contiguous:
             cut = optimal_cuts.best_cut(replace(easier, request=_timed(easier)), nodes)
             if cut.devices is not None and costs.evaluate(easier, cut.devices) is not None:
@@ -299,8 +302,8 @@ class Conflict:
         assert result is not None  # the model refuses missing links and cycles
         use = [memory.total_bytes for memory in result.least_memory]
         layers = Counter(devices).values()
-        # what is asked of devices and layers is the same for all
-        problem = self._ways[0]
+        # all alternatives have the same requirements for devices and layers
+        problem = self._alternatives[0]
         in_time = _in_time(easier, result)
         holds: dict[str, Callable[[Requirement], bool]] = {
             "pin": lambda r: devices[r.layers[0]] == r.device,
@@ -334,10 +337,10 @@ def _passes(problem: Problem, devices: Sequence[int], in_time: bool) -> bool:
     return result is not None and (_in_time(problem, result) or not in_time)
 
 
-def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[int], ...]:
+def _allowed(problem: Problem, requirements: Sequence[Requirement]) -> tuple[frozenset[int], ...]:
     """Return, by layer, the devices that pins and bans leave."""
     allowed = [frozenset(range(len(problem.devices)))] * len(problem.layers)
-    for requirement in asked:
+    for requirement in requirements:
         for layer in requirement.layers if requirement.kind in ("pin", "ban") else ():
             only = frozenset({requirement.device})
             allowed[layer] = (
@@ -346,11 +349,11 @@ def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[
     return tuple(allowed)
 
 
-def _together(asked: Sequence[Requirement]) -> Iterator[tuple[int, ...]]:
+def _together(requirements: Sequence[Requirement]) -> Iterator[tuple[int, ...]]:
     """Return layers that share a device: colocated, or pinned to one."""
-    for device in {requirement.device for requirement in asked if requirement.kind == "pin"}:
-        yield tuple(r.layers[0] for r in asked if r.kind == "pin" and r.device == device)
-    for requirement in asked:
+    for device in {requirement.device for requirement in requirements if requirement.kind == "pin"}:
+        yield tuple(r.layers[0] for r in requirements if r.kind == "pin" and r.device == device)
+    for requirement in requirements:
         if requirement.kind == "group":
             yield requirement.layers
 

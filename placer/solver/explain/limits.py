@@ -61,10 +61,10 @@ def limits_of(
     for number, (words, changed) in enumerate(changes):
         left_s = min((until - monotonic()) / (len(changes) - number), most_s)
         if left_s > 0.01:
-            asked = changed.model_copy(
+            question = changed.model_copy(
                 update={"explain": False, "break_ties": False, "time_limit_s": left_s}
             )
-            value = solve(asked).objective_value
+            value = solve(question).objective_value
             if value is not None:
                 values[words] = value
     unlimited = values.pop(UNLIMITED, None)
@@ -181,7 +181,7 @@ def _of_cluster(request: PlacementRequest) -> Iterator[tuple[str, PlacementReque
 def _of_rules(
     request: PlacementRequest, placement: Placement
 ) -> Iterator[tuple[str, PlacementRequest]]:
-    """Rules that are not there."""
+    """Yield the request without each kind of rule, with a description."""
     rules = request.constraints
     if rules.pinned:
         yield "without pins", _ruled(request, pinned={})

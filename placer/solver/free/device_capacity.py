@@ -17,7 +17,7 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 
-class Room:
+class DeviceCapacity:
     """The memory of devices that may hold any nodes; those that only may recompute do not.
 
     Args:
@@ -35,7 +35,7 @@ class Room:
         self._adds_up = memory_bounds.holds_state_alone(problem) and not problem.shared
         self.size_bytes = self._sizes()
         self._usable = [float(device.usable_bytes) for device in problem.devices]
-        self._beside = [0.0] * len(self._usable)
+        self._unsized = [0.0] * len(self._usable)
         self._cache = FootprintCache(problem, nodes.nodes)
 
     def _sizes(self) -> list[int]:
@@ -47,7 +47,7 @@ class Room:
 
     def capacity_bytes(self, device: int) -> float:
         """Return the sum of sizes that a device can hold, as far as is known, in bytes."""
-        return self._usable[device] - self._beside[device]
+        return self._usable[device] - self._unsized[device]
 
     def holds(self, devices: Sequence[int]) -> bool:
         """Return whether a placement fits; update the capacity if sizes do not decide it.
@@ -64,7 +64,7 @@ class Room:
         if self._adds_up:
             return all(size <= usable for size, usable in zip(sizes, self._usable, strict=True))
         uses = [self._use_bytes(device, nodes) for device, nodes in enumerate(held)]
-        self._beside = [use - size for use, size in zip(uses, sizes, strict=True)]
+        self._unsized = [use - size for use, size in zip(uses, sizes, strict=True)]
         return all(use <= usable for use, usable in zip(uses, self._usable, strict=True))
 
     def _use_bytes(self, device: int, nodes: Sequence[int]) -> int:

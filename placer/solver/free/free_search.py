@@ -131,10 +131,10 @@ def _divide_pairs(
     """
     if pairs is None or search.best is None or not search.open():
         return False
-    told, searched = _told(search, share), pairs
+    count_work, searched = _counter(search, share), pairs
 
     def over(work: float) -> bool:
-        return told(work) and (searched.idle >= IDLE_ROUNDS or search.over(longest))
+        return count_work(work) and (searched.idle >= IDLE_ROUNDS or search.over(longest))
 
     enough = search.bound * (1 + answer.PROVEN_GAP / 2)
     found = pairs.improved(search.best, over, enough)
@@ -148,7 +148,7 @@ def _count(search: Search) -> None:
         upper = search.value
         search.prove(
             count_bound(
-                search.problem, reduced(search.problem, upper), upper, _told(search, ENDS.pairs)
+                search.problem, reduced(search.problem, upper), upper, _counter(search, ENDS.pairs)
             )
         )
 
@@ -156,7 +156,7 @@ def _count(search: Search) -> None:
 def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
     """Prove a bound, or that nothing is better, with this many groups of nodes per device."""
     if _may_share(search, share):
-        upper, over = search.better(), _told(search, share)
+        upper, over = search.better(), _counter(search, share)
         bound = share_bound(
             search.problem, reduced(search.problem, upper), upper, search.bound, over, groups
         )
@@ -206,7 +206,7 @@ def _may_prove(search: Search, share: float) -> bool:
     return search.best is not None and search.open() and not search.over(share)
 
 
-def _told(search: Search, share: float) -> Callable[[float], bool]:
+def _counter(search: Search, share: float) -> Callable[[float], bool]:
     """Return a function that counts work and returns whether a share of it, or of time, is over."""
 
     def over(work: float) -> bool:
@@ -217,7 +217,7 @@ def _told(search: Search, share: float) -> Callable[[float], bool]:
 
 
 def between_rounds(search: Search) -> None:
-    """Between rounds of the program, redivide a few devices and prove bounds of better values."""
+    """Redivide a few devices and prove bounds, between rounds of the program."""
     _redivide(search, ENDS.redivision_between)
     _share_out(search, COARSE, ENDS.prices)
     _share_out(search, FINE, ENDS.prices)

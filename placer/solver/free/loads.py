@@ -12,7 +12,7 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 Times = list[list[float]]
-Way = tuple[float, float]
+LinkRate = tuple[float, float]
 """Bandwidth and latency."""
 
 
@@ -112,20 +112,20 @@ def _by_pair(copy_ms: list[float], kinds: list[list[int]], same_links: bool) -> 
     return [[copy_ms[kind] for kind in row] for row in kinds]
 
 
-def _there_and_back(problem: Problem) -> list[list[tuple[Way | None, Way | None]]]:
+def _there_and_back(problem: Problem) -> list[list[tuple[LinkRate | None, LinkRate | None]]]:
     """Return, by device and another one, the way there and that back."""
-    ways = [[None if link is None else _way(link) for link in row] for row in problem.links]
+    rates = [[None if link is None else _rate_of(link) for link in row] for row in problem.links]
     return [
         list(zip(there, back, strict=True))
-        for there, back in zip(ways, zip(*ways, strict=True), strict=True)
+        for there, back in zip(rates, zip(*rates, strict=True), strict=True)
     ]
 
 
-def _way(link: Link) -> Way:
-    """Return links that take the same time are one."""
+def _rate_of(link: Link) -> LinkRate:
+    """Return a key that is equal for links with equal transfer times."""
     return link.bandwidth_bytes_per_s, link.latency_s
 
 
-def _distinct_links(problem: Problem) -> dict[Way, Link]:
+def _distinct_links(problem: Problem) -> dict[LinkRate, Link]:
     """Return one link of each kind."""
-    return {_way(link): link for row in problem.links for link in row if link is not None}
+    return {_rate_of(link): link for row in problem.links for link in row if link is not None}

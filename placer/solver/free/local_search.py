@@ -15,7 +15,7 @@ from math import exp, inf
 from random import Random
 from typing import NamedTuple
 
-from placer.solver.free.device_capacity import Room
+from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.free.loads import Loads
 from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction
@@ -71,17 +71,17 @@ def improved(
     Returns:
         By layer, its device.
     """
-    random, room = Random(problem.request.seed), Room(problem, nodes)
+    random, capacity = Random(problem.request.seed), DeviceCapacity(problem, nodes)
     best = [start[layers[0]] for layers in nodes.nodes]
-    if not room.holds(best):  # without recomputing
+    if not capacity.holds(best):  # without recomputing
         return list(start)
     loads = Loads(problem, nodes)
-    state = _State(problem, nodes, loads, room, list(best))
+    state = _State(problem, nodes, loads, capacity, list(best))
     load, idle, turn, ended = max(state.load), 0, 0, False
     patience = min(ROUND.patience[0] + len(best) // 4, ROUND.patience[1])
     while idle < patience and load > enough and not ended:
         if turn % len(ROUND.temperatures) <= ROUND.cool:
-            state = _State(problem, nodes, loads, room, list(best))
+            state = _State(problem, nodes, loads, capacity, list(best))
         found, found_load, ended = _anneal(
             state, random, ROUND.temperatures[turn % len(ROUND.temperatures)], over
         )
@@ -122,19 +122,24 @@ class _State:
     """An assignment of nodes with its loads, updated move by move."""
 
     def __init__(
-        self, problem: Problem, nodes: Reduction, loads: Loads, room: Room, device: list[int]
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        loads: Loads,
+        capacity: DeviceCapacity,
+        device: list[int],
     ) -> None:
         self.device = device
         self._untaxed = problem.untaxed
         self._able = [sorted(devices) for devices in nodes.allowed]
-        self._loads, self._room = loads, room
+        self._loads, self._capacity = loads, capacity
         self._of = loads.nets_of
         self._ends = [(net.source, *net.readers) for net in loads.nets]
         self.load = loads.by_device(device)
         self._held, self._layers = [0] * len(self.load), [0] * len(self.load)
         self._layers_of = [len(layers) for layers in nodes.nodes]
         for node, place in enumerate(device):
-            self._held[place] += room.size_bytes[node]
+            self._held[place] += capacity.size_bytes[node]
             self._layers[place] += self._layers_of[node]
         self._numbers = range(problem.least_devices, problem.most_devices + 1)
         self._most_layers = problem.most_layers or sum(self._layers)
@@ -178,26 +183,26 @@ class _State:
 
     def has_room(self, nodes: Sequence[int], device: int) -> bool:
         """Return whether a device has memory for some more nodes, as far as is known."""
-        size_bytes = sum(self._room.size_bytes[node] for node in nodes)
-        return not self._room.limited or self._held[
+        size_bytes = sum(self._capacity.size_bytes[node] for node in nodes)
+        return not self._capacity.limited or self._held[
             device
-        ] + size_bytes <= self._room.capacity_bytes(device)
+        ] + size_bytes <= self._capacity.capacity_bytes(device)
 
     def fits(self) -> bool:
         """Return whether all devices have memory for their nodes."""
-        if not self._room.limited:
+        if not self._capacity.limited:
             return True
         known = all(
-            held <= self._room.capacity_bytes(device) for device, held in enumerate(self._held)
+            held <= self._capacity.capacity_bytes(device) for device, held in enumerate(self._held)
         )
-        return known and self._room.holds(self.device)
+        return known and self._capacity.holds(self.device)
 
     def move(self, node: int, device: int) -> None:
         """Move a node to a device."""
         for net in self._of[node]:
             self._add(net, -1.0)
-        self._held[self.device[node]] -= self._room.size_bytes[node]
-        self._held[device] += self._room.size_bytes[node]
+        self._held[self.device[node]] -= self._capacity.size_bytes[node]
+        self._held[device] += self._capacity.size_bytes[node]
         self._layers[self.device[node]] -= self._layers_of[node]
         self._layers[device] += self._layers_of[node]
         self.load[self.device[node]] -= self._loads.work_ms[node][self.device[node]]

@@ -117,7 +117,7 @@ class PairSearch:
         """
         self._over, self._ended = over, False
         given = [start[layers[0]] for layers in self._nodes.nodes]
-        if not self._pairs.room.holds(given):  # without recomputing
+        if not self._pairs.capacity.holds(given):  # without recomputing
             return list(start)
         with suppress(TooWide):
             if self._best is None or self._most_ms(given) < self._most_ms(self._best):
@@ -199,9 +199,9 @@ class PairSearch:
         """Return two devices' nodes divided as evenly as possible, or at random by noisy times."""
         for _ in range(MOST_DIVISIONS):
             found = self._division(devices, one, other, most_ms, labels, noise_ms)
-            if found is None or self._pairs.room.holds(found):
+            if found is None or self._pairs.capacity.holds(found):
                 return found
-        self._pairs.room.holds(devices)  # what is known of it counts again
+        self._pairs.capacity.holds(devices)  # what is known of it counts again
         return None
 
     def _division(
@@ -214,19 +214,19 @@ class PairSearch:
         noise_ms: float,
     ) -> list[int] | None:
         """Return the same, if sizes that add up were all that counts."""
-        ways = self._pairs.ways(devices, one, other, most_ms, labels)
-        looked_at = 0 if ways is None else ways.labels
+        divisions = self._pairs.divisions(devices, one, other, most_ms, labels)
+        looked_at = 0 if divisions is None else divisions.labels
         self._ended = self._over((looked_at + PER_WORK.labels_of_a_search) / PER_WORK.labels)
-        if ways is None:
+        if divisions is None:
             return None
         if noise_ms:
             weight = self._random.random()
-            goal = weight * ways.one_ms + (1 - weight) * ways.other_ms
+            goal = weight * divisions.one_ms + (1 - weight) * divisions.other_ms
             goal = goal + noise_ms * np.array([self._random.random() for _ in goal])
         else:
-            goal = ways.most_ms
+            goal = divisions.most_ms
         found = [one if device == other else device for device in devices]
-        for node in ways.theirs(int(goal.argmin())):
+        for node in divisions.theirs(int(goal.argmin())):
             found[node] = other
         return found
 

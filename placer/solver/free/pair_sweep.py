@@ -23,7 +23,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.solver.free.device_capacity import Room
+from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.free.loads import Loads
 from placer.solver.free.sweep_orders import Pins, order_of
 from placer.solver.problem import Problem
@@ -61,7 +61,7 @@ class TooWide(Exception):
 
 
 @dataclass(frozen=True)
-class Ways:
+class Divisions:
     """Non-dominated divisions of some nodes between two devices.
 
     Attributes:
@@ -74,7 +74,7 @@ class Ways:
     other_ms: Row
     labels: int
     _nodes: Sequence[int]
-    _came: Sequence[Numbers]
+    _origins: Sequence[Numbers]
 
     @property
     def most_ms(self) -> Row:
@@ -84,8 +84,8 @@ class Ways:
     def theirs(self, way: int) -> list[int]:
         """Return the nodes that go to the other device."""
         found, label = [], way
-        for node, came in zip(reversed(self._nodes), reversed(self._came), strict=True):
-            label, to_other = divmod(int(came[label]), 2)
+        for node, origins in zip(reversed(self._nodes), reversed(self._origins), strict=True):
+            label, to_other = divmod(int(origins[label]), 2)
             if to_other:
                 found.append(node)
         return found
@@ -116,25 +116,25 @@ class Pairs:
     Attributes:
         problem: the placement problem.
         loads: the costs of nodes and nets.
-        room: the capacity of devices.
+        capacity: the capacity of devices.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
         self.problem, self._allowed, self.loads = problem, nodes.allowed, Loads(problem, nodes)
-        self.room = Room(problem, nodes)
+        self.capacity = DeviceCapacity(problem, nodes)
         pins: dict[Pins, float] = defaultdict(float)
         for net in self.loads.nets:
             pins[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
         self._order = order_of(len(nodes.nodes), pins)
 
-    def ways(
+    def divisions(
         self,
         devices: Sequence[int],
         one: int,
         other: int,
         most_ms: tuple[float, float],
         most_labels: int,
-    ) -> Ways | None:
+    ) -> Divisions | None:
         """Return the ways to divide what two devices hold; None if none is found.
 
         Args:
@@ -151,12 +151,12 @@ class Pairs:
         steps = self._steps(devices, nodes, one, other)
         if not steps:
             return None
-        room = (
-            [self.room.capacity_bytes(device) for device in (one, other)]
-            if self.room.limited
+        capacity = (
+            [self.capacity.capacity_bytes(device) for device in (one, other)]
+            if self.capacity.limited
             else None
         )
-        return _Search(nodes, steps, np.array(most_ms), room, most_labels).ways()
+        return _Search(nodes, steps, np.array(most_ms), capacity, most_labels).divisions()
 
     def _steps(
         self, devices: Sequence[int], nodes: Sequence[int], one: int, other: int
@@ -176,6 +176,10 @@ class Pairs:
                 )
                 bits = [(net, paid.bits(node, net, column)) for net in self.loads.nets_of[node]]
                 for state, border in enumerate(borders):
+                    # A net's cost is charged once it is certain: by the difference of what is
+                    # known before and after this node.
+                    #     pins seen   one        one, other
+                    #     cost        0     ──▶  transfer between the two
                     sides, cost = dict(border), [0.0, 0.0]
                     for net, bit in bits:
                         before = sides.get(net, 0)
@@ -184,6 +188,8 @@ class Pairs:
                             cost[0] += there[0] - here[0]
                             cost[1] += there[1] - here[1]
                         sides[net] = before | bit
+                        # No later node has a pin of the net, so its state no longer matters.
+                        # Borders stay small.
                         if not left[net]:
                             del sides[net]
                     cost[column] += work_ms
@@ -194,7 +200,7 @@ class Pairs:
             borders = list(known)
             if len(borders) > MOST_STATES:
                 raise TooWide
-            found.append(_Step(after, added, self.room.size_bytes[node]))
+            found.append(_Step(after, added, self.capacity.size_bytes[node]))
         return found
 
 
@@ -259,17 +265,17 @@ class _Search:
         nodes: in the order of the sweep.
         steps: of each.
         most_ms: the load that each device may have.
-        room: by device, the bytes that it may hold; None if that does not matter.
+        capacity: by device, the bytes that it may hold; None if that does not matter.
         most_labels: at a step.
     """
 
     nodes: Sequence[int]
     steps: Sequence[_Step]
     most_ms: Row
-    room: Sequence[float] | None
+    capacity: Sequence[float] | None
     most_labels: int
 
-    def ways(self) -> Ways | None:
+    def divisions(self) -> Divisions | None:
         """Return the labels that are left at the end, or None without any."""
         rests = self._rests()
         rates, most = (
@@ -278,37 +284,39 @@ class _Search:
         )
         state = np.zeros(1, np.int64)
         load, held = np.zeros((2, 1)), np.zeros((2, 1))
-        came, looked_at = [], 0
+        origins, looked_at = [], 0
         for step, rest in zip(self.steps, rests, strict=True):
             labels = np.arange(len(state))
             origin, column = np.concatenate([labels, labels]), np.repeat([0, 1], len(state))
             load = load[:, origin] + step.added_ms[:, state[origin], column]
             state = step.after[state[origin], column]
+            # A Lagrangian bound: no completion is within both limits if, for any rate,
+            #    rate * load_one + (1 - rate) * load_other + least rest  >  limit
             able = (rates * load[0] + (1 - rates) * load[1] + rest[:, state] <= most).all(axis=0)
-            if self.room is not None:
+            if self.capacity is not None:
                 held = held[:, origin] + step.size_bytes * (column == np.array([[0], [1]]))
-                able &= (held <= np.array(self.room)[:, None]).all(axis=0)
+                able &= (held <= np.array(self.capacity)[:, None]).all(axis=0)
             chosen = self._thinned(state, load, _undominated(state, load, np.flatnonzero(able)))
             if not len(chosen):
                 return None
             state, load, held = (
                 state[chosen],
                 load[:, chosen],
-                held[:, chosen] if self.room is not None else held,
+                held[:, chosen] if self.capacity is not None else held,
             )
-            came.append(2 * origin[chosen] + column[chosen])
+            origins.append(2 * origin[chosen] + column[chosen])
             looked_at += len(origin)
-        return Ways(load[0], load[1], looked_at, self.nodes, came)
+        return Divisions(load[0], load[1], looked_at, self.nodes, origins)
 
     def _rests(self) -> list[Row]:
         """Return, by step, rate and state behind it, the least that the rest adds."""
         rates = RATES[:, None, None]
         found = [np.zeros((len(RATES), 1))]
         for step in reversed(self.steps[1:]):
-            ways = (
+            divisions = (
                 rates * step.added_ms[0] + (1 - rates) * step.added_ms[1] + found[-1][:, step.after]
             )
-            found.append(ways.min(axis=2))
+            found.append(divisions.min(axis=2))
         return found[::-1]
 
     def _thinned(self, state: Numbers, load: Row, some: Numbers) -> Numbers:
@@ -334,6 +342,8 @@ def _undominated(state: Numbers, load: Row, able: Numbers) -> Numbers:
     """Return the able labels that none of the same state dominates, by state and first load."""
     if not len(able):
         return able
+    # Sorted by state, then by the first load. A label is dominated if an earlier one of its state
+    # has no larger second load, so one running maximum finds all.
     able = able[np.lexsort((load[1, able], load[0, able], state[able]))]
     other = load[1, able]
     # all of a state above all of the one before

@@ -104,10 +104,10 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
         return None
     alike = Counter((links[device], _able_ms(nodes, work, device)) for device in paying)
     fastest = Kind(min(len(paying), problem.most_devices), *cuts[best], least)
-    told_apart = len(alike) <= MOST_KINDS and len(paying) <= problem.most_devices
+    distinguished = len(alike) <= MOST_KINDS and len(paying) <= problem.most_devices
     kinds = [Kind(count, *cuts[link], list(able)) for (link, able), count in alike.items()]
     free = [work[device] for device in sorted(problem.untaxed)]
-    return SetGraph(kinds if told_apart else [fastest], fastest, free)
+    return SetGraph(kinds if distinguished else [fastest], fastest, free)
 
 
 def _able_ms(nodes: Reduction, work: list[list[float]], device: int) -> tuple[float, ...]:

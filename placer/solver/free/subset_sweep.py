@@ -122,6 +122,8 @@ class Subsets:
 
     def _rests(self, worth: Sequence[int]) -> tuple[Row, list[Row]]:
         """Return good rates, and by step, rate and state the most worth less rate * load left."""
+        # A dynamic program from the last step to the first, for several Lagrange multipliers at
+        # once: worth - rate * load has no load dimension, so it is cheap.
         rates = self._rates[:, None, None]
         # more than what floats round off on the way
         rest = [np.ones((len(self._rates), 1))]
@@ -129,11 +131,12 @@ class Subsets:
             reversed(self._steps), reversed(self._costs), reversed(worth), strict=True
         ):
             self._stop_if_over()
-            ways = rest[-1][:, step.after] - rates * cost
-            ways[:, :, 0] += gain
-            rest.append(ways.max(axis=2))
+            options = rest[-1][:, step.after] - rates * cost
+            options[:, :, 0] += gain
+            rest.append(options.max(axis=2))
         bounds = rest[-1][:, 0] + self._rates * LOAD_STEPS
         order = np.argsort(bounds, kind="stable")[:KEPT_RATES]
+        # The next search has similar prices, so its best rates are near these.
         kept = self._rates[order]
         self._rates = kept[0] * np.array(NEAR_RATES)
         return kept, [one[order] for one in reversed(rest)]
@@ -148,7 +151,7 @@ class Subsets:
     ) -> Found | None:
         rates, rest = rests[0][:, None], rests[1]
         state, load, value = np.zeros((3, 1), np.int64)
-        came: list[NDArray[np.int32]] = []
+        origins: list[NDArray[np.int32]] = []
         total, width = 0, LOAD_STEPS // most_labels
         for index, (step, cost, gain) in enumerate(
             zip(self._steps, self._costs, worth, strict=True)
@@ -160,6 +163,7 @@ class Subsets:
             value = value[origin] + gain * (1 - column)
             state = step.after[state[origin], column]
             most = (rest[index + 1][:, state] + rates * (LOAD_STEPS - load)).min(axis=0)
+            # Keep a label only if the best completion can reach the required worth.
             able = (load <= LOAD_STEPS) & (value + most > least)
             chosen = _undominated(state, load, value, np.flatnonzero(able))
             state, load, value = state[chosen], load[chosen], value[chosen]
@@ -174,23 +178,23 @@ class Subsets:
                 )
             if not len(state):
                 return None
-            came.append(way.astype(np.int32))
+            origins.append(way.astype(np.int32))
             total += len(state)
         worthy = np.flatnonzero(value > least)
         if not len(worthy):
             return None
         least_ms = float(load[worthy].min()) / LOAD_STEPS * self._most_ms
         best = int(value.argmax())
-        return Found(least_ms, float(value[best]) / WORTH_STEPS, self._traced(came, best), total)
+        return Found(least_ms, float(value[best]) / WORTH_STEPS, self._traced(origins, best), total)
 
     def _stop_if_over(self) -> None:
         if self._over():
             raise Stopped
 
-    def _traced(self, came: Sequence[NDArray[np.int32]], label: int) -> frozenset[int]:
+    def _traced(self, origins: Sequence[NDArray[np.int32]], label: int) -> frozenset[int]:
         """Return the nodes of a label: even ways lead from inside."""
         nodes = []
-        for step, way in zip(reversed(self._steps), reversed(came), strict=True):
+        for step, way in zip(reversed(self._steps), reversed(origins), strict=True):
             origin, outside = divmod(int(way[label]), 2)
             if not outside:
                 nodes.append(step.node)
@@ -208,6 +212,8 @@ def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -
     able, place = able[order], place[order]
     worth = value[able]
     # all of a state above all of the one before
+    # One running maximum over all states: offsets make every worth of a state larger than all
+    # worths of the states before it.
     ranked = worth + state[able] * (int(worth.max() - worth.min()) + 1)
     most = np.maximum.accumulate(ranked)
     kept = np.ones(len(able), bool)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from placer.solver import costs
 from placer.solver.cpsat.runner import PER_WORK
-from placer.solver.free.device_capacity import Room
+from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.free.local_search import GROUP_SIZES
 from placer.solver.latency.makespan import LinkTimes, Pass
 from placer.solver.latency.quotient_graph import Quotient
@@ -71,13 +71,13 @@ def improved(
         enough: a latency that ends the search, as no smaller one exists.
         patience: consecutive rounds without improvement that end the search.
     """
-    random, room = Random(problem.request.seed), Room(problem, nodes)
+    random, capacity = Random(problem.request.seed), DeviceCapacity(problem, nodes)
     best = [start[layers[0]] for layers in nodes.nodes]
     if len(problem.devices) == 1:
         return
     idle, turn, ended = 0, 0, False
     while idle < patience and not ended:
-        state = _State(problem, nodes, room, list(best))
+        state = _State(problem, nodes, capacity, list(best))
         if state.length_ms <= enough:
             return
         found, ended = _anneal(state, random, TEMPERATURES[turn % len(TEMPERATURES)], over)
@@ -96,12 +96,14 @@ def _anneal(
         ROUND.most_layers,
         ROUND.moves_per_option * state.options * (state.layers + ROUND.layers_per_move),
     )
-    told = 0
+    next_look = 0
     while state.looked_at < most:
-        if state.looked_at >= told:
+        if state.looked_at >= next_look:
             if over(ROUND.layers_per_look / PER_WORK.layers):
                 return best, True
-            told += ROUND.layers_per_look
+            next_look += ROUND.layers_per_look
+        # The temperature falls quadratically. Drawing the acceptance limit first lets `move` stop
+        # as soon as a finish exceeds it.
         longer = warm * (1 - state.looked_at / most) ** 2 + 1e-9
         most_ms = state.length_ms * (1 - longer * log(1 - random.random()))
         if state.move(state.pick(random), most_ms) and state.length_ms < wanted_ms and state.fits():
@@ -118,9 +120,11 @@ class _State:
         layers: how many layers.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, room: Room, device: list[int]) -> None:
+    def __init__(
+        self, problem: Problem, nodes: Reduction, capacity: DeviceCapacity, device: list[int]
+    ) -> None:
         self.device = device
-        self._problem, self._nodes, self._room = problem, nodes, room
+        self._problem, self._nodes, self._capacity = problem, nodes, capacity
         self._quotient = Quotient(problem, nodes, device)
         self._able = [sorted(devices) for devices in nodes.allowed]
         self.options, self.layers = sum(map(len, self._able)), len(problem.layers)
@@ -130,14 +134,14 @@ class _State:
         ]
         self._bytes, self._layers = [0] * len(problem.devices), [0] * len(problem.devices)
         for node, place in enumerate(device):
-            self._bytes[place] += room.size_bytes[node]
+            self._bytes[place] += capacity.size_bytes[node]
             self._layers[place] += len(nodes.nodes[node])
         # without recomputing, and with all micro-batches in flight
-        self._holds = room.holds(device)
-        self._least_room = [0] * len(problem.devices) if self._holds else list(self._bytes)
-        ways, layers = LinkTimes.from_problem(problem), nodes.spread(device)
-        self._there = Pass.forwards(problem, ways, layers)
-        self._back = Pass.backwards(problem, ways, layers) if problem.training else None
+        self._holds = capacity.holds(device)
+        self._least_capacity = [0] * len(problem.devices) if self._holds else list(self._bytes)
+        link_times, layers = LinkTimes.from_problem(problem), nodes.spread(device)
+        self._there = Pass.forwards(problem, link_times, layers)
+        self._back = Pass.backwards(problem, link_times, layers) if problem.training else None
         self._moves = self._taken = 0
         self._trace()
 
@@ -173,6 +177,7 @@ class _State:
         if device == old:
             return {}
         kind = random.random()
+        # A quarter of the moves are swaps: they keep the memory of both devices about the same.
         if kind < 0.25 and self._there.held[device]:
             other = self._nodes.node_of[random.choice(self._there.held[device])]
             return (
@@ -206,7 +211,7 @@ class _State:
     def fits(self) -> bool:
         """Return whether all devices can hold what they do, and none recomputes that need not."""
         if self._holds:
-            return self._room.holds(self.device)
+            return self._capacity.holds(self.device)
         self._moves += self.layers  # it takes as long
         result = costs.judged(self._problem, self._nodes.spread(self.device))
         return result is not None and all(
@@ -239,7 +244,7 @@ class _State:
         for node, device in devices.items():
             old, size, count = (
                 self.device[node],
-                self._room.size_bytes[node],
+                self._capacity.size_bytes[node],
                 len(self._nodes.nodes[node]),
             )
             self._bytes[old] -= size
@@ -250,14 +255,14 @@ class _State:
 
     def _is_allowed(self, targets: Iterable[int]) -> bool:
         """Return whether memory and numbers allow the moves, and no device waits for itself."""
-        problem, room = self._problem, self._room
+        problem, capacity = self._problem, self._capacity
         used = len(self._layers) - self._layers.count(0)
         return (
             problem.least_devices <= used <= problem.most_devices
             and (problem.most_layers is None or max(self._layers) <= problem.most_layers)
             and all(
-                not room.limited
-                or self._bytes[d] <= max(room.capacity_bytes(d), self._least_room[d])
+                not capacity.limited
+                or self._bytes[d] <= max(capacity.capacity_bytes(d), self._least_capacity[d])
                 for d in targets
             )
             and (not problem.contiguous or self._quotient.is_acyclic())
@@ -271,6 +276,8 @@ class _State:
         layers = {
             layer: device for node, device in devices.items() for layer in self._nodes.nodes[node]
         }
+        # The backward pass takes at least `least_ms`, so the forward pass may take the rest at
+        # most.
         there = self._there.moved(layers, most_ms - (self._back.least_ms if self._back else 0.0))
         if there is None:
             return False

@@ -23,7 +23,7 @@ from math import inf
 
 from placer.solver.bounds.simple_bounds import longest_paths
 from placer.solver.components import closed_groups, topological_order
-from placer.solver.free.device_capacity import Room
+from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.latency.makespan import LinkTimes
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined
@@ -39,9 +39,9 @@ def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
         problem: the placement problem.
         nodes: its layers, joined where they must be together.
     """
-    room = Room(problem, nodes)
+    capacity = DeviceCapacity(problem, nodes)
     for blocks in partitions(problem, nodes):
-        listing = _Listing(problem, nodes, blocks, room)
+        listing = _Listing(problem, nodes, blocks, capacity)
         for order in (range(len(blocks.nodes)), listing.longest_way_first()):
             for most in _numbers_of_devices(problem):
                 for _ in range(TRIES):
@@ -50,7 +50,7 @@ def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
                         break
                     layers = blocks.spread(devices)
                     yield layers
-                    if room.holds([layers[members[0]] for members in nodes.nodes]):
+                    if capacity.holds([layers[members[0]] for members in nodes.nodes]):
                         break
 
 
@@ -92,19 +92,21 @@ class _Listing:
         problem: the placement problem.
         nodes: its layers, joined where they must be together.
         blocks: nodes that go together.
-        room: of the devices, for nodes.
+        capacity: of the devices, for nodes.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, blocks: Reduction, room: Room) -> None:
-        self._problem, self._blocks, self._room = problem, blocks, room
-        self._ways = LinkTimes.from_problem(problem)
+    def __init__(
+        self, problem: Problem, nodes: Reduction, blocks: Reduction, capacity: DeviceCapacity
+    ) -> None:
+        self._problem, self._blocks, self._capacity = problem, blocks, capacity
+        self._link_times = LinkTimes.from_problem(problem)
         devices = range(len(problem.devices))
         self._work_ms = [
             [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices]
             for layers in blocks.nodes
         ]
         self._size_bytes = [0] * len(blocks.nodes)
-        for layers, size in zip(nodes.nodes, room.size_bytes, strict=True):
+        for layers, size in zip(nodes.nodes, capacity.size_bytes, strict=True):
             self._size_bytes[blocks.node_of[layers[0]]] += size
         self._able = [sorted(devices) for devices in blocks.allowed]
         self._inputs: list[list[tuple[int, int, int]]] = [[] for _ in blocks.nodes]
@@ -125,10 +127,12 @@ class _Listing:
             for source, *_ in inputs
             if source < block
         ]
-        ways = longest_paths(
+        # Blocks with a long path behind them come first (as upward rank in HEFT): they delay the
+        # end most.
+        paths = longest_paths(
             range(len(work) - 1, -1, -1), work, [(block, source) for source, block in arcs]
         )
-        return topological_order(len(work), arcs, [-way for way in ways])
+        return topological_order(len(work), arcs, [-way for way in paths])
 
     def schedule(self, order: Sequence[int], most: int) -> list[int] | None:
         """Return, by block, the device on which it is done first; None if some block fits nowhere.
@@ -139,7 +143,7 @@ class _Listing:
         """
         place = [-1] * len(order)
         free, done = [0.0] * len(self._problem.devices), [0.0] * len(order)
-        held = _Held(self._problem, self._room)
+        held = _Held(self._problem, self._capacity)
         for block in order:
             inputs = [
                 (place[source], done[source], there_bytes, back_bytes)
@@ -162,7 +166,7 @@ class _Listing:
 
     def _there_ms(self, device: int, inputs: Sequence[tuple[int, float, int, int]]) -> float:
         """Return when values are on a device, from their devices, finish times and bytes."""
-        latency, byte = self._ways.latency_ms, self._ways.byte_ms
+        latency, byte = self._link_times.latency_ms, self._link_times.byte_ms
         last = 0.0
         for at, done, there, back in inputs:
             if at != device:
@@ -179,11 +183,11 @@ class _Held:
 
     Args:
         problem: the placement problem.
-        room: of the devices.
+        capacity: of the devices.
     """
 
-    def __init__(self, problem: Problem, room: Room) -> None:
-        self._problem, self._room = problem, room
+    def __init__(self, problem: Problem, capacity: DeviceCapacity) -> None:
+        self._problem, self._capacity = problem, capacity
         self._bytes, self._layers = [0] * len(problem.devices), [0] * len(problem.devices)
         self._used: set[int] = set()
         self._waiting: list[set[int]] = [set() for _ in problem.devices]
@@ -194,24 +198,28 @@ class _Held:
         self, device: int, sources: set[int], size_bytes: int, layers: int, most: int
     ) -> bool:
         """Return whether a device may take a block that reads from these devices."""
-        problem, room = self._problem, self._room
+        problem, capacity = self._problem, self._capacity
         return (
             (device in self._used or len(self._used) < most)
             and (
                 problem.most_layers is None or self._layers[device] + layers <= problem.most_layers
             )
             and (
-                not room.limited or self._bytes[device] + size_bytes <= room.capacity_bytes(device)
+                not capacity.limited
+                or self._bytes[device] + size_bytes <= capacity.capacity_bytes(device)
             )
             and not (problem.contiguous and sources & self._waiting[device])
         )
 
     def take(self, device: int, sources: set[int], size_bytes: int, layers: int) -> None:
-        """Have it hold the block."""
+        """Add the block to a device."""
         self._used.add(device)
         self._bytes[device] += size_bytes
         self._layers[device] += layers
         if self._problem.contiguous and sources - {device}:
+            # Waiting is transitive: whoever waits for `device` now also waits for the devices of
+            # the inputs.
+            #     source device ──▶ device ──▶ devices that wait for it
             behind = {device, *self._waiting[device]}
             for other, waiting in enumerate(self._waiting):
                 if other in sources or sources & waiting:

@@ -63,7 +63,7 @@ class Pass:
     """Layers that run one after another on each device, by their places in the order of all.
 
     Args:
-        ways: what transfers take.
+        link_times: what transfers take.
         time_ms: by place and device.
         fastest_ms: by place, on the fastest device that it may be on.
         inputs: what each place waits for.
@@ -76,19 +76,19 @@ class Pass:
 
     def __init__(
         self,
-        ways: LinkTimes,
+        link_times: LinkTimes,
         time_ms: Sequence[Sequence[float]],
         fastest_ms: Sequence[float],
         inputs: Inputs,
         devices: Sequence[int],
     ) -> None:
-        self._ways, self._time_ms, self._inputs = ways, time_ms, inputs
+        self._link_times, self._time_ms, self._inputs = link_times, time_ms, inputs
         arcs = [(source, place) for place, row in enumerate(inputs) for source, _ in row]
         self._tail_ms = longest_behind(fastest_ms, arcs)  # at no cost of transfers
         self.least_ms = max(own + tail for own, tail in zip(fastest_ms, self._tail_ms, strict=True))
         self.looked_at = 0
         self._device = list(devices)
-        self.held: list[list[int]] = [[] for _ in ways.latency_ms]
+        self.held: list[list[int]] = [[] for _ in link_times.latency_ms]
         for place, device in enumerate(devices):
             self.held[device].append(place)
         self.finish = [0.0] * len(devices)
@@ -97,18 +97,18 @@ class Pass:
         self.finish = found
 
     @classmethod
-    def forwards(cls, problem: Problem, ways: LinkTimes, devices: Sequence[int]) -> Self:
+    def forwards(cls, problem: Problem, link_times: LinkTimes, devices: Sequence[int]) -> Self:
         """Return the forward pass of an assignment, given by layer."""
         inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]
         for value in problem.values:
             for reader in value.readers:
                 inputs[reader].append((value.source, value.bytes))
         return cls(
-            ways, problem.forward_ms, fastest_ms(problem, problem.forward_ms), inputs, devices
+            link_times, problem.forward_ms, fastest_ms(problem, problem.forward_ms), inputs, devices
         )
 
     @classmethod
-    def backwards(cls, problem: Problem, ways: LinkTimes, devices: Sequence[int]) -> Self:
+    def backwards(cls, problem: Problem, link_times: LinkTimes, devices: Sequence[int]) -> Self:
         """Return the mirror image: the last layer has the first place."""
         last = len(problem.layers) - 1
         inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]
@@ -116,7 +116,7 @@ class Pass:
             for reader in value.readers if value.gradient_bytes else ():
                 inputs[last - value.source].append((last - reader, value.gradient_bytes))
         fastest = fastest_ms(problem, problem.backward_ms)
-        return cls(ways, problem.backward_ms[::-1], fastest[::-1], inputs, devices[::-1])
+        return cls(link_times, problem.backward_ms[::-1], fastest[::-1], inputs, devices[::-1])
 
     @property
     def length_ms(self) -> float:
@@ -155,7 +155,8 @@ class Pass:
             for source, size in self._inputs[place]:
                 awaited.append(
                     (
-                        self.finish[source] + self._ways.ms(self._device[source], device, size),
+                        self.finish[source]
+                        + self._link_times.ms(self._device[source], device, size),
                         source,
                     )
                 )
@@ -172,8 +173,8 @@ class Pass:
         """Return, by place, its finish; finishes before the first moved layer stay."""
         finish, devices, tails = self.finish.copy(), self._device, self._tail_ms
         latency, byte, times, inputs = (
-            self._ways.latency_ms,
-            self._ways.byte_ms,
+            self._link_times.latency_ms,
+            self._link_times.byte_ms,
             self._time_ms,
             self._inputs,
         )

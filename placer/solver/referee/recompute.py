@@ -73,7 +73,7 @@ def must(request: PlacementRequest, device: str) -> bool:
 
 def rule(request: PlacementRequest, device: str) -> str:
     """Return the recomputation rule of a device, by its own name or the default."""
-    asked = request.constraints.recompute
-    if isinstance(asked, str):
-        return asked
-    return asked[device] if device in asked else asked.get("*", "never")
+    rule = request.constraints.recompute
+    if isinstance(rule, str):
+        return rule
+    return rule[device] if device in rule else rule.get("*", "never")

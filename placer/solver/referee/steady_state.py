@@ -54,40 +54,40 @@ class _Search:
 
     def longer_than(self, mean: float) -> float | None:
         """Return the mean of a chain with a larger mean, or None without such a chain."""
-        came: dict[Event, tuple[Event, int]] = {}
-        while self._extend(mean, came):
-            found = self._round(came)
+        predecessors: dict[Event, tuple[Event, int]] = {}
+        while self._extend(mean, predecessors):
+            found = self._round(predecessors)
             if found is not None:
                 return found
         return None
 
-    def _extend(self, mean: float, came: dict[Event, tuple[Event, int]]) -> bool:
-        """Follow the ways for a step; whether any is longer than was known."""
+    def _extend(self, mean: float, predecessors: dict[Event, tuple[Event, int]]) -> bool:
+        """Extend the paths by a step; return whether any is longer than the known one."""
         longer = False
         for event, before in self._before.items():
             for other, steps in before:
                 way = self._way[other] + self._time[other] - steps * mean
                 if way > self._way[event] + self._least:
-                    self._way[event], came[event] = way, (other, steps)
+                    self._way[event], predecessors[event] = way, (other, steps)
                     longer = True
         return longer
 
-    def _round(self, came: Mapping[Event, tuple[Event, int]]) -> float | None:
+    def _round(self, predecessors: Mapping[Event, tuple[Event, int]]) -> float | None:
         """Return the mean of a chain that a way goes round."""
         seen: dict[Event, int] = {}
-        for number, start in enumerate(came):
+        for number, start in enumerate(predecessors):
             event = start
-            while event in came and event not in seen:
+            while event in predecessors and event not in seen:
                 seen[event] = number
-                event = came[event][0]
-            if seen.get(event) == number and event in came:
-                return self._mean(event, came)
+                event = predecessors[event][0]
+            if seen.get(event) == number and event in predecessors:
+                return self._mean(event, predecessors)
         return None
 
-    def _mean(self, start: Event, came: Mapping[Event, tuple[Event, int]]) -> float:
+    def _mean(self, start: Event, predecessors: Mapping[Event, tuple[Event, int]]) -> float:
         total, steps, event = 0.0, 0, start
         while True:
-            event, passed = came[event]
+            event, passed = predecessors[event]
             total, steps = total + self._time[event], steps + passed
             if event == start:
                 return total / steps

@@ -28,15 +28,15 @@ Pair = tuple[int, int]
 
 def chosen(request: PlacementRequest, placement: Placement) -> PlacementRequest | None:
     """Return the question with what the placement chose; None if it may not choose so."""
-    for asked in choices(request):
+    for question in choices(request):
         same = (placement.batch_size, placement.chunks, placement.schedule, placement.contiguous)
         if same == (
-            asked.profile.batch_size,
-            asked.chunks,
-            asked.schedule,
-            asked.constraints.contiguous,
+            question.profile.batch_size,
+            question.chunks,
+            question.schedule,
+            question.constraints.contiguous,
         ):
-            return asked
+            return question
     return None
 
 

@@ -237,7 +237,7 @@ def test_no_placement_within_the_time_limit_is_exit_code_4(
     run: Run, chain_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none_found = Placement(status="unknown", objective="throughput", bound=1.0)
-    monkeypatch.setattr(cli.solving, "ask", lambda request, server: none_found)
+    monkeypatch.setattr(cli.solving, "solve_anywhere", lambda request, server: none_found)
     answer = run("solve", chain_file, "--time-limit", "2")
     assert answer.code == 4
     assert "no placement was found within 2.0 s" in answer.err
@@ -509,7 +509,7 @@ def test_an_unexpected_error_is_one_line_and_exit_code_1(
     def broken(*_: object) -> Placement:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(cli.solving, "ask", broken)
+    monkeypatch.setattr(cli.solving, "solve_anywhere", broken)
     answer = run("solve", chain_file)
     assert answer.code == 1
     assert answer.err.strip() == "error: RuntimeError: a bug (PLACER_DEBUG=1 shows where)"

@@ -228,7 +228,7 @@ def test_what_a_neighbour_made_is_written_again_as_it_was(size: int) -> None:
 def test_beside_what_a_neighbour_made_as_much_is_read() -> None:
     cache = torch.zeros(1024)
     value = torch.randn(4, 8).t()
-    beside = timing._beside(cache, value)
+    beside = timing._zeros_in(cache, value)
     assert beside is not None
     assert (beside.shape, beside.stride(), beside.dtype) == (
         value.shape,
@@ -236,6 +236,6 @@ def test_beside_what_a_neighbour_made_as_much_is_read() -> None:
         value.dtype,
     )
     assert beside.data_ptr() == cache.data_ptr()
-    assert timing._beside(cache, torch.randn(4096)) is None
+    assert timing._zeros_in(cache, torch.randn(4096)) is None
     # as the lengths of packed sequences are
-    assert timing._beside(cache, torch.empty(4, device="meta")) is None
+    assert timing._zeros_in(cache, torch.empty(4, device="meta")) is None

@@ -23,7 +23,7 @@ from placer_server.openapi import examples
 from placer_server.store import database as database_module
 from placer_server.store.database import StoreError, open_database
 from placer_server.store.replicas import Replicas
-from placer_server.store.store import Accepted, Answer, Asked, Store
+from placer_server.store.store import Accepted, Answer, Store, StoredQuestion
 
 
 def job(key, **fields):
@@ -171,7 +171,7 @@ def test_progress_and_the_wish_to_stop_reach_the_other_replica(replica):
         7.0,
         3.0,
     )
-    at_b.ask_stop("x")
+    at_b.request_stop("x")
     assert list(look(at_a).stops) == ["x"]
 
 
@@ -201,7 +201,7 @@ def test_placements_are_searched_alike_in_both_databases(database, text, filters
 def test_a_profile_goes_with_the_last_of_its_placements(database):
     store = Store(database, keep=2)
     for key, profile in [("a", "p"), ("b", "p"), ("c", "q"), ("d", "q")]:
-        store.put(key, Answer(b"{}", True, "1"), asked=Asked(profile, b"{}", b"{}"))
+        store.put(key, Answer(b"{}", True, "1"), question=StoredQuestion(profile, b"{}", b"{}"))
         if key == "c":
             assert store.profile("p") is not None
     assert (store.profile("p"), store.profile("q")) == (None, b"{}")

@@ -6,7 +6,7 @@ import pytest
 
 from placer_server.store import store as module
 from placer_server.store.database import StoreError
-from placer_server.store.store import Answer, Asked, Store
+from placer_server.store.store import Answer, Store, StoredQuestion
 
 FEASIBLE, OPTIMAL = (
     b'{"status": "%s", "objective_value": %%d}' % status for status in (b"feasible", b"optimal")
@@ -68,9 +68,10 @@ def test_a_new_answer_replaces_the_old(database):
 def test_the_better_answer_is_kept_with_its_question(database, before, after, version, kept):
     store = Store(database, keep=10)
     answers = {"before": Answer(b"before", False, "1"), "after": Answer(b"after", False, version)}
-    store.put("a", answers["before"], before, Asked("p", b"{}", b'{"seed": 1}'))
+    store.put("a", answers["before"], before, StoredQuestion("p", b"{}", b'{"seed": 1}'))
     assert (
-        store.put("a", answers["after"], after, Asked("p", b"{}", b'{"seed": 2}')) == answers[kept]
+        store.put("a", answers["after"], after, StoredQuestion("p", b"{}", b'{"seed": 2}'))
+        == answers[kept]
     )
     assert store.get("a") == answers[kept]
     assert b'"seed": %d' % (1 if kept == "before" else 2) in store.request("a")

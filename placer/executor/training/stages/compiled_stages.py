@@ -22,10 +22,10 @@ from placer.executor.engine.compiled_segments import (
     Backend,
     Border,
     CompiledSegment,
+    error_line,
     gains,
     modes_kept,
     obstacle,
-    told,
     trial_ms,
 )
 from placer.executor.segments import MicroBatch
@@ -73,7 +73,7 @@ def _compile_segment(stage: TrainingStage, backend: Backend, before_ms: float) -
             after_ms = _trial_ms(stage)
         except Exception as error:
             # whatever a compiler may raise: the segment runs without it
-            why_whole = stage.not_compiled_because = told(error)
+            why_whole = stage.not_compiled_because = error_line(error)
             continue
         times = _times(after_ms, before_ms)
         if gains(after_ms, before_ms):
@@ -100,7 +100,7 @@ def _compile_loss(stage: TrainingStage, head: Head, backend: Backend, before_ms:
     except Exception as error:
         after_ms = before_ms
         if stage.compiled:
-            stage.compiled += f"; the loss is not: {told(error)}"
+            stage.compiled += f"; the loss is not: {error_line(error)}"
     if gains(after_ms, before_ms):
         stage.reuses = True  # as in _compile_segment
         times = _times(after_ms, before_ms)

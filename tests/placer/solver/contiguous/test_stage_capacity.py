@@ -16,7 +16,7 @@ from placer.solver.check import check
 from placer.solver.contiguous import class_orders
 from placer.solver.contiguous.class_orders import ClassOrders
 from placer.solver.contiguous.order_search import find_any
-from placer.solver.contiguous.stage_capacity import StageRoom
+from placer.solver.contiguous.stage_capacity import StageCapacity
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.solve import Portfolio, solve
@@ -57,7 +57,7 @@ def in_orders(request):
 def test_stages_have_what_the_cost_model_says_and_sums_are_no_more(request, seed):
     problem = Problem.from_request(request)
     nodes = reduced(problem)
-    room = StageRoom(problem, nodes)
+    room = StageCapacity(problem, nodes)
     some = list(placements(problem, nodes))
     for chosen, result in Random(seed).sample(some, min(20, len(some))):
         for place, device in enumerate(result.stages):

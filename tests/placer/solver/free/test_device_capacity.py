@@ -10,7 +10,7 @@ from small_requests import examples, small_requests
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import costs
 from placer.solver.free import pair_search
-from placer.solver.free.device_capacity import Room
+from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 
@@ -32,7 +32,7 @@ def test_what_fits_is_what_the_cost_model_says_fits_without_recomputing(data):
     problem = free_problem(data.draw(small_requests(objectives=("throughput",))))
     nodes, random = reduced(problem), Random(data.draw(st.integers(0, 99)))
     assume(all(nodes.allowed))
-    room = Room(problem, nodes)
+    room = DeviceCapacity(problem, nodes)
     rule = "always" if problem.request.constraints.recompute == "always" else "never"
     rules = problem.request.constraints.model_copy(update={"recompute": rule})
     never = Problem.from_request(problem.request.model_copy(update={"constraints": rules}))

@@ -10,7 +10,7 @@ from small_requests import examples, small_requests
 from placer.schema import Constraints
 from placer.solver import costs
 from placer.solver.free import local_search
-from placer.solver.free.device_capacity import Room
+from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.free.loads import Loads, loads_add_up
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -31,7 +31,7 @@ def test_loads_kept_move_by_move_are_those_of_the_cost_model(data):
     random = Random(data.draw(st.integers(0, 99)))
     devices = [random.choice(sorted(allowed)) for allowed in nodes.allowed]
     state = local_search._State(
-        problem, nodes, Loads(problem, nodes), Room(problem, nodes), list(devices)
+        problem, nodes, Loads(problem, nodes), DeviceCapacity(problem, nodes), list(devices)
     )
     for _ in range(5):
         node, device = state.pick(random)

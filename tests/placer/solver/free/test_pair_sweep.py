@@ -68,29 +68,31 @@ def test_of_all_ways_to_divide_what_two_hold_none_is_better_than_the_best_that_i
         able = all(device in allowed for device, allowed in zip(tried, nodes.allowed, strict=True))
         if able and all(result.memory[device].total_bytes <= room[device] for device in (0, 1)):
             every.append(max(result.load_ms[:2]))
-    ways = Pairs(problem, nodes).ways(devices, 0, 1, (1e6, 1e6), 10**6)
-    assert (ways is None) == (not every)
-    if ways is None:
+    divisions = Pairs(problem, nodes).divisions(devices, 0, 1, (1e6, 1e6), 10**6)
+    assert (divisions is None) == (not every)
+    if divisions is None:
         return
-    best = int(ways.most_ms.argmin())
+    best = int(divisions.most_ms.argmin())
     found = [0 if node in held else device for node, device in enumerate(devices)]
-    for node in ways.theirs(best):
+    for node in divisions.theirs(best):
         found[node] = 1
     result = costs.evaluate(problem, nodes.spread(found))
-    assert result.load_ms[:2] == pytest.approx((ways.one_ms[best], ways.other_ms[best]), abs=1e-9)
-    assert ways.most_ms[best] == pytest.approx(min(every), abs=1e-9)
+    assert result.load_ms[:2] == pytest.approx(
+        (divisions.one_ms[best], divisions.other_ms[best]), abs=1e-9
+    )
+    assert divisions.most_ms[best] == pytest.approx(min(every), abs=1e-9)
 
 
 def test_few_labels_still_tell_true_loads(chain):
     problem = Problem.from_request(
         chain([1.0 + 0.01 * i for i in range(12)], constraints=Constraints(contiguous=False))
     )
-    ways = Pairs(problem, reduced(problem)).ways([0] * 12, 0, 1, (100.0, 100.0), 5)
-    assert 1 <= len(ways.one_ms) <= 5
-    for way in range(len(ways.one_ms)):
-        devices = [int(node in ways.theirs(way)) for node in range(12)]
+    divisions = Pairs(problem, reduced(problem)).divisions([0] * 12, 0, 1, (100.0, 100.0), 5)
+    assert 1 <= len(divisions.one_ms) <= 5
+    for way in range(len(divisions.one_ms)):
+        devices = [int(node in divisions.theirs(way)) for node in range(12)]
         load = costs.evaluate(problem, devices).load_ms
-        assert load[:2] == pytest.approx((ways.one_ms[way], ways.other_ms[way]))
+        assert load[:2] == pytest.approx((divisions.one_ms[way], divisions.other_ms[way]))
 
 
 def test_no_way_is_longer_than_what_is_allowed(chain):
@@ -98,8 +100,8 @@ def test_no_way_is_longer_than_what_is_allowed(chain):
         chain([2.0] * 6, devices=2, constraints=Constraints(contiguous=False))
     )
     pairs = Pairs(problem, reduced(problem))
-    assert pairs.ways([0] * 6, 0, 1, (5.9, 5.9), 100) is None
-    assert pairs.ways([0] * 6, 0, 1, (6.1, 6.1), 100).most_ms.min() == 6.0
+    assert pairs.divisions([0] * 6, 0, 1, (5.9, 5.9), 100) is None
+    assert pairs.divisions([0] * 6, 0, 1, (6.1, 6.1), 100).most_ms.min() == 6.0
 
 
 def test_borders_of_too_many_states_are_refused(chain, monkeypatch):
@@ -108,15 +110,15 @@ def test_borders_of_too_many_states_are_refused(chain, monkeypatch):
         chain([1.0] * 6, value_bytes=1, constraints=Constraints(contiguous=False))
     )
     with pytest.raises(TooWide):
-        Pairs(problem, reduced(problem)).ways([0] * 6, 0, 1, (100.0, 100.0), 100)
+        Pairs(problem, reduced(problem)).divisions([0] * 6, 0, 1, (100.0, 100.0), 100)
 
 
 def test_of_more_states_than_labels_each_keeps_one(chain):
     problem = Problem.from_request(
         chain([1.0] * 6, value_bytes=1, constraints=Constraints(contiguous=False))
     )
-    ways = Pairs(problem, reduced(problem)).ways([0] * 6, 0, 1, (100.0, 100.0), 1)
-    devices = [int(node in ways.theirs(0)) for node in range(6)]
+    divisions = Pairs(problem, reduced(problem)).divisions([0] * 6, 0, 1, (100.0, 100.0), 1)
+    devices = [int(node in divisions.theirs(0)) for node in range(6)]
     assert costs.evaluate(problem, devices).load_ms[:2] == pytest.approx(
-        (ways.one_ms[0], ways.other_ms[0])
+        (divisions.one_ms[0], divisions.other_ms[0])
     )

@@ -9,7 +9,7 @@ from small_requests import examples, small_requests
 
 from placer.solver import costs
 from placer.solver.bounds import simple_bounds
-from placer.solver.free.device_capacity import Room
+from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.latency.latency_moves import _State
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -29,7 +29,7 @@ def test_the_latency_kept_move_by_move_is_that_of_the_cost_model_as_are_its_requ
         costs.evaluate(problem, nodes.spread(devices))
         and costs.allowed(problem, nodes.spread(devices))
     )
-    state = _State(problem, nodes, Room(problem, nodes), devices)
+    state = _State(problem, nodes, DeviceCapacity(problem, nodes), devices)
     for _ in range(20):
         state.move(state.pick(random), 1.2 * state.length_ms)
         layers = nodes.spread(state.device)
@@ -49,7 +49,7 @@ def test_what_fits_move_by_move_fits_by_the_cost_model(data):
     random = Random(data.draw(st.integers(0, 99)))
     devices = [random.choice(sorted(allowed)) for allowed in nodes.allowed]
     assume(costs.judged(problem, nodes.spread(devices)))
-    state = _State(problem, nodes, Room(problem, nodes), devices)
+    state = _State(problem, nodes, DeviceCapacity(problem, nodes), devices)
     for _ in range(20):
         if state.move(state.pick(random), 1.2 * state.length_ms) and state.fits():
             assert costs.judged(problem, nodes.spread(state.device))
