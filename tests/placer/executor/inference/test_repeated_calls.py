@@ -51,7 +51,7 @@ def _assert_equal(result: Any, expected: Any) -> None:
 
 
 def _streamed(flow: DataFlow) -> int:
-    return len(flow._streams.pipelines())
+    return len(flow.calls.streams.pipelines())
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 3), (8, 2)])
