@@ -43,7 +43,7 @@ from placer.executor.engine.compiled_segments import Backend, backend_of
 from placer.executor.measure import measure_step, measure_stream
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
-from placer.executor.settings import Settings, named_device
+from placer.executor.settings import Settings
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.placed_weights import PlacedWeights
 from placer.executor.state.state_copies import Copies
@@ -151,9 +151,11 @@ class DataFlow(nn.Module):
         self.fine_grained = fine_grained
         self.enable_clone = enable_clone
         places = devices.resolve(device_ids, "device_ids")
-        target = places[0] if output_device is None else named_device(output_device, places[0].type)
+        self.settings = Settings(places, places[0], deferred_batch_norm)
+        if output_device is not None:
+            self.output_device = self.settings.device(output_device)
+        self.settings.reset(*self._default_map())
         weights = PlacedWeights(module, inference_only, places if enable_clone else None)
-        self.settings = Settings(places, target, deferred_batch_norm, *self._default_map(target))
         self.placed = PlacedModel(weights, self.settings)
         self.calls = PlacedCalls(self.placed, self.settings)
 
@@ -281,13 +283,11 @@ class DataFlow(nn.Module):
         refuse_unknown_layers(self.module, places, layer_names(self.module, self.fine_grained))
         return places
 
-    def _default_map(
-        self, target: torch.device
-    ) -> tuple[OrderedDict[str, DeviceLike], Granularity]:
-        """Return the map with every layer on one device, and its granularity."""
+    def _default_map(self) -> tuple[OrderedDict[str, DeviceLike], Granularity]:
+        """Return the map with every layer on the output device, and its granularity."""
         names = layer_names(self.module, self.fine_grained)
         granularity: Granularity = "fine" if self.fine_grained else "submodule"
-        return OrderedDict.fromkeys(names, target.index), granularity
+        return OrderedDict.fromkeys(names, self.output_device.index), granularity
 
     def undo(self) -> None:
         """Restore the devices of all parameters, gradients and buffers, and all flags.
@@ -299,7 +299,7 @@ class DataFlow(nn.Module):
             self.placed.hooks.refuse_standing()
             self.placed.restore()
             self.calls.streams.clear()
-            self.settings.reset(*self._default_map(self.output_device))
+            self.settings.reset(*self._default_map())
 
     def construct_module(
         self, layer_gpus: Mapping[str, DeviceLike] | None = None, module: nn.Module | None = None

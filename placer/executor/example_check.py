@@ -7,7 +7,6 @@ would count as a sample.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ def verify_example(model: nn.Module, example_inputs: Any, options: BatchOptions)
     call = _moved(call, place)
     parameters = Parameters.from_module(model)
     layout = call_layout(call, *flatten_inputs(*call), options, parameters)
-    settings = Settings([place], place, False, OrderedDict(), "submodule", batch_options=options)
+    settings = Settings([place], place, False, batch_options=options)
     unplaced = PlacedModel(PlacedWeights(model), settings)
     try:
         BatchChecks(model).joining(

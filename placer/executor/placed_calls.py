@@ -25,7 +25,6 @@ from placer.capture.batch_dims.declared_layout import require_batch_options
 from placer.capture.export import checkpoints
 from placer.capture.python_state.mutable_inputs import write_back
 from placer.errors import InputError
-from placer.executor.calls import call_captured, calls_instead, joined
 from placer.executor.checks.batch_check import Weights
 from placer.executor.device_map import device_map_set
 from placer.executor.engine.fill_drain import even_sizes
@@ -34,7 +33,7 @@ from placer.executor.inference.stream import Streams
 from placer.executor.micro_batches import Cutter, MicroBatches, weights_of
 from placer.executor.model_captures import Capture
 from placer.executor.output_joining import join
-from placer.executor.placed_model import PlacedModel
+from placer.executor.placed_model import PlacedModel, call_captured, joined
 from placer.executor.settings import Settings
 from placer.executor.stage_errors import nothing_held
 from placer.executor.state.batch_statistics import refuse_uncaptured
@@ -167,7 +166,7 @@ class PlacedCalls:
         """
         module = self._placed.module
         is_torchs = type(module).__call__.__module__.startswith("torch.")
-        return calls_instead(module, self._called) if is_torchs else nullcontext()
+        return _calls_replaced(module, self._called) if is_torchs else nullcontext()
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model while the flow is applied to it."""
@@ -309,6 +308,25 @@ class PlacedCalls:
             for leaves, structure in zip(results, structures, strict=True)
         ]
         return join(nests, cut.sizes, cut.joining, weights), place
+
+
+@contextmanager
+def _calls_replaced(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Replace the calls of a module for a while; its ``forward`` stays what it was.
+
+    Args:
+        module: any.
+        call: takes the arguments of a call; it may run the module by its ``_call_impl``.
+    """
+    # ``module.compile()`` puts its own replacement of calls there, too
+    own, name = module.__dict__, "_compiled_call_impl"
+    was = {name: own[name]} if name in own else {}
+    own[name] = call
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(was)
 
 
 def _weigh(options: BatchOptions, call: Call, size: int) -> Tensor | None:

@@ -18,19 +18,21 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from placer.capture.batch_dims.batch_layout import Call, Part
+from placer.capture.export.export import Exported
 from placer.capture.layers import LayerGraph
 from placer.capture.pytrees import flatten_inputs
 from placer.errors import InputError
-from placer.executor.calls import call_captured, joined
 from placer.executor.checks.capture_check import difference
 from placer.executor.engine.checkpointed_segments import with_checkpoints
+from placer.executor.engine.fill_drain import run
 from placer.executor.hook_path import HookPath
 from placer.executor.model_captures import Capture, Program
-from placer.executor.output_joining import Joining
+from placer.executor.output_joining import Joining, join
 from placer.executor.segment_order import stage_by_stage
-from placer.executor.segments import Segment, StateLookup, segments
+from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
 from placer.executor.settings import Settings
 from placer.executor.state.assignment import Assignment
+from placer.executor.state.batch_statistics import BatchStatistics
 from placer.executor.state.placed_weights import PlacedWeights
 from placer.schema import BatchOptions
 
@@ -281,3 +283,76 @@ def _lock_of(module: nn.Module) -> RLock:
     """Return the lock of a model, which all of its flows share because they move the same state."""
     with _choosing_lock:
         return _locks.setdefault(module, RLock())
+
+
+def call_captured(
+    plans: Sequence[Planned],
+    parts: Sequence[Sequence[Any]],
+    target: torch.device,
+    deferred_batch_norm: bool,
+    returned: int | None = None,
+) -> list[list[Any]]:
+    """Run every micro-batch through its segments.
+
+    Args:
+        plans: the graph and the segments of each micro-batch (a last, smaller one may have been
+            captured apart).
+        parts: the flattened inputs of each.
+        target: the device of the results.
+        deferred_batch_norm: whether running statistics follow the whole batch.
+        returned: how many of the outputs the model returns. The outputs behind them, which it
+            leaves in its inputs, stay where they were made. None to bring all of them to
+            ``target``.
+
+    Returns:
+        The flattened results of each.
+    """
+    batches = [
+        MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)
+    ]
+    pipeline = [segments for _, segments in plans]
+    if deferred_batch_norm and len(parts) > 1:
+        statistics = BatchStatistics(plans[0][0].state)
+        run(pipeline, batches, statistics.gather)
+        statistics.commit()
+    else:
+        run(pipeline, batches)
+    results = []
+    for (graph, _), batch in zip(plans, batches, strict=True):
+        stay = set() if returned is None else {*graph.outputs[returned:]}
+        results.append(
+            [
+                batch.made(name) if name in stay else batch.read(name, target)
+                for name in graph.outputs
+            ]
+        )
+    return results
+
+
+def joined(
+    results: Sequence[list[Any]],
+    captures: Sequence[Exported],
+    sizes: Sequence[int],
+    joining: Joining,
+    weights: Sequence[float] | None = None,
+) -> tuple[Any, list[Any]]:
+    """Join the results of micro-batches that went through captured graphs.
+
+    Args:
+        results: the flattened results of each.
+        captures: the graph of each.
+        sizes: samples in each.
+        joining: how results are joined.
+        weights: of each in a mean; ``sizes`` if None.
+
+    Returns:
+        The model's result, and the tensors that it left in its inputs.
+    """
+    nests, left = [], []
+    for leaves, exported in zip(results, captures, strict=True):
+        count = len(exported.outputs.paths)
+        nests.append(exported.outputs.unflatten(leaves[:count]))
+        left.append(leaves[count:])
+    return join(nests, sizes, joining, weights), join(
+        left, sizes, Joining(dim=joining.dim), weights
+    )

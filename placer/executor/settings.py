@@ -42,8 +42,8 @@ class Settings:
     devices: list[torch.device]
     output_device: torch.device
     deferred_batch_norm: bool
-    layer_gpus: OrderedDict[str, DeviceLike]
-    granularity: Granularity
+    layer_gpus: OrderedDict[str, DeviceLike] = field(default_factory=OrderedDict)
+    granularity: Granularity = "submodule"
     assignment: Assignment | None = None
     assumed: Placement | None = None
     chunks: int = 1
@@ -54,8 +54,17 @@ class Settings:
     _has_warned: bool = False
 
     def device(self, place: DeviceLike) -> torch.device:
-        """Return a device by name; a bare index means the type of the flow's devices."""
-        return named_device(place, self.devices[0].type)
+        """Return a device by name; a bare index means the type of the flow's devices.
+
+        Raises:
+            PlacementError: if there is no such device.
+        """
+        try:
+            device = devices.parse(place, self.devices[0].type)
+            devices.require(device)
+        except InputError as error:
+            raise PlacementError(str(error)) from error
+        return device
 
     def recomputed(self) -> frozenset[torch.device]:
         """Return the devices that run forward again in their backward passes."""
@@ -91,17 +100,3 @@ class Settings:
                 "layer_gpus was edited, and the model runs unsplit: call flow.update_flow() for it "
                 "to be followed"
             )
-
-
-def named_device(place: DeviceLike, kind: str) -> torch.device:
-    """Return a device by name; a bare index means a device of this type.
-
-    Raises:
-        PlacementError: if there is no such device.
-    """
-    try:
-        device = devices.parse(place, kind)
-        devices.require(device)
-    except InputError as error:
-        raise PlacementError(str(error)) from error
-    return device

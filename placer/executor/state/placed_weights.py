@@ -14,7 +14,7 @@ from placer import devices
 from placer.capture.layers import LayerGraph
 from placer.executor.segments import StateLookup
 from placer.executor.state.assignment import Assignment
-from placer.executor.state.clones import Clones, state_lookup
+from placer.executor.state.clones import Clones
 from placer.executor.state.state_copies import Copies
 from placer.executor.state.state_moves import Home, Whereabouts, bring_state, move_state, settle
 
@@ -155,8 +155,19 @@ class PlacedWeights:
             self.clones.refresh()
 
     def lookup(self, graph: LayerGraph) -> StateLookup:
-        """Return the lookup of the state that a graph's layers use."""
-        return state_lookup(graph, self.clones)
+        """Return the lookup of the state that a graph's layers use.
+
+        Args:
+            graph: the layers. Their plain tensors are always the model's own.
+        """
+        clones = self.clones
+
+        def lookup(name: str, place: torch.device) -> Tensor:
+            if clones is None or name in graph.constants:
+                return graph.state[name]
+            return clones.get(name, place)
+
+        return lookup
 
     def follow(self, optimizer: Any) -> None:
         """Keep an optimizer's state on the devices of its parameters, from now on.
