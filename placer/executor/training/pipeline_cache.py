@@ -99,45 +99,68 @@ class Pipelines:
         Returns:
             The stages; None where micro-batches run one after another.
         """
-        pipeline = self.pipeline_for(batch)
-        if pipeline is not None and not pipeline.collect(outputs or is_compared):
-            self._made.keep_only(lambda key: self._made[key] is not pipeline)
-            pipeline = self.pipeline_for(batch)
-            assert pipeline is not None
-            pipeline.collect(outputs or is_compared)
-        others = len(self._made) - 1
+        collects = outputs or is_compared
+        pipeline = self._collecting(batch, collects)
+        if pipeline is None:
+            return None
         try:
-            if pipeline is not None:
-                with nothing_held():
-                    # Recording pays where a shape comes back. The first shape probably will; others
-                    # are recorded once they do.
-                    comes_back = pipeline.is_prepared or not others
-                    is_done = pipeline.is_prepared and pipeline.is_recorded
-                    record = comes_back and not is_compared and (is_done or not has_waiting())
-                    pipeline.prepare(batch.tensors, batch.goals.leaves, record=record)
+            self._prepare(pipeline, batch, is_compared, has_waiting)
             return pipeline
         except PenaltyError as error:
             tell_in_turn(str(error))
             return None
         except torch.OutOfMemoryError as error:
-            kept = [one for one in _every if one._placed is self._placed and one._made]
-            count = sum(len(one._made) for one in kept) - 1
-            if not count:
+            others = self._count_of_flow() - 1
+            if not others:
                 raise
             why = str(error)
-        pipeline = None
-        for one in kept:
-            one._made.keep_only(lambda key: False)
-        devices.release_cache()
+        # outside of the handler, since the error holds what was half made
+        del pipeline
+        self._release_all_of_flow()
         warn(
-            f"there is no memory for a batch of this shape in addition to the passes of {count} "
+            f"there is no memory for a batch of this shape in addition to the passes of {others} "
             "other(s), of this step or of other steps of the flow, which are released and made "
             f"again when such a batch comes: {why}"
         )
+        return self._collecting(batch, collects)
+
+    def _collecting(self, batch: Batch, collects: bool) -> TrainingPipeline | None:
+        """Return the stages for a batch, which collect results if asked to; None without stages."""
         pipeline = self.pipeline_for(batch)
-        if pipeline is not None:
-            pipeline.collect(outputs or is_compared)
+        if pipeline is not None and not pipeline.collect(collects):
+            self._made.keep_only(lambda key: self._made[key] is not pipeline)
+            pipeline = self.pipeline_for(batch)
+            assert pipeline is not None
+            pipeline.collect(collects)
         return pipeline
+
+    def _prepare(
+        self,
+        pipeline: TrainingPipeline,
+        batch: Batch,
+        is_compared: bool,
+        has_waiting: Callable[[], bool],
+    ) -> None:
+        """Make the passes of the stages; see ``ready`` for the arguments."""
+        with nothing_held():
+            # Recording pays where a shape comes back. The first shape probably will; others
+            # are recorded once they do.
+            comes_back = pipeline.is_prepared or len(self._made) == 1
+            is_done = pipeline.is_prepared and pipeline.is_recorded
+            record = comes_back and not is_compared and (is_done or not has_waiting())
+            pipeline.prepare(batch.tensors, batch.goals.leaves, record=record)
+
+    def _of_flow(self) -> list[Pipelines]:
+        """Return the pipelines of all steps of the flow."""
+        return [one for one in _every if one._placed is self._placed]
+
+    def _count_of_flow(self) -> int:
+        return sum(len(one._made) for one in self._of_flow())
+
+    def _release_all_of_flow(self) -> None:
+        for one in self._of_flow():
+            one._made.keep_only(lambda key: False)
+        devices.release_cache()
 
     def pipeline_for(self, batch: Batch, needed: bool = False) -> TrainingPipeline | None:
         """Return the stages for batches like this one, or None where micro-batches run one by one.
