@@ -5,7 +5,14 @@
     y = flow(x)                        # as model(x), with equal outputs and gradients
     flow.undo()                        # restores the original state
 
-The module's source is never rewritten, and its parameters stay the same objects.
+The module's source is never rewritten, and its parameters stay the same objects. A flow holds three
+parts, each of which knows only those above it::
+
+    settings   the map in force, devices and options
+    placed     the model on its devices: weights, captures, segments, hooks
+    calls      calls, and the streams that run them when they come again
+
+A ``TrainStep`` is made from all three.
 """
 
 from __future__ import annotations
