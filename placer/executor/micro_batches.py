@@ -86,9 +86,9 @@ class Cutter:
             InputError: if the options do not fit the call, or it cannot be split.
         """
         require_batch_options(options)
-        program = self._placed.captures
+        captures = self._placed.captures
         tensors, inputs = flatten_inputs(*call)
-        layout = program.layout(call, tensors, inputs, options)
+        layout = captures.layout(call, tensors, inputs, options)
         sizes = sizes_of(layout.size)
         # The flow's default options need not fit every call. If nothing can be split, the layout
         # has a single sample, so ``sizes_of`` is asked with a large number whether several parts
@@ -105,19 +105,19 @@ class Cutter:
                 Joining.from_options(options),
                 tensors,
                 inputs,
-                program.parameters,
+                captures.parameters,
             )
         # symbolic in a graph, even for inputs that turn out not to be part of the batch
         dims = layout.dims
-        layout = program.narrowed(layout, tensors, inputs, needed)
+        layout = captures.narrowed(layout, tensors, inputs, needed)
         parts = self._parts(call, layout, tensors, inputs, sizes, options, dims)
-        known = call, program.parameters, layout, sizes, options
+        known = call, captures.parameters, layout, sizes, options
         mode, can_be_run = (
-            (program.module.training, autocast.current_dtypes()),
+            (captures.module.training, autocast.current_dtypes()),
             partial(self._can_be_run, parts[0]),
         )
         joining = self._checks.joining(*known, mode, self._placed.run_unsplit, weigh, can_be_run)
-        return MicroBatches(layout, sizes, parts, joining, tensors, inputs, program.parameters)
+        return MicroBatches(layout, sizes, parts, joining, tensors, inputs, captures.parameters)
 
     def _can_be_run(self, part: Part) -> bool:
         """Return whether no operation of the model compiles its body, as torch.cond does."""

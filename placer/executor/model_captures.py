@@ -51,7 +51,7 @@ class Capture:
 
 
 @dataclass
-class Program:
+class ModelCaptures:
     """The captures and refusals of one model.
 
     Attributes:

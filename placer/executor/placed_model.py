@@ -26,7 +26,7 @@ from placer.executor.checks.capture_check import difference
 from placer.executor.engine.checkpointed_segments import with_checkpoints
 from placer.executor.engine.fill_drain import run
 from placer.executor.hook_path import HookPath
-from placer.executor.model_captures import Capture, Program
+from placer.executor.model_captures import Capture, ModelCaptures
 from placer.executor.output_joining import Joining, join
 from placer.executor.segment_order import stage_by_stage
 from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
@@ -65,7 +65,7 @@ class PlacedModel:
 
     def _start(self) -> None:
         self.lock = _lock_of(self.module)
-        self.captures = Program(self.module, self.difference)
+        self.captures = ModelCaptures(self.module, self.difference)
         self.hooks = HookPath(self.module)
         self._plans: dict[Capture, Planned] = {}
         self._planned_for: Any = None

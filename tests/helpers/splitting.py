@@ -211,7 +211,7 @@ class CapturedOnce:
         self._initial = {
             name: tensor.detach().clone() for name, tensor in named_state(self.model).items()
         }
-        self._program = DataFlow(self.model).placed.captures
+        self._captures = DataFlow(self.model).placed.captures
 
     @contextmanager
     def flow(self, **options: Any) -> Iterator[DataFlow]:
@@ -226,7 +226,7 @@ class CapturedOnce:
                 for name, tensor in named_state(module).items():
                     tensor.copy_(self._initial[name])
         flow = DataFlow(self.model, **options)
-        flow.placed.captures = self._program
+        flow.placed.captures = self._captures
         try:
             yield flow
         finally:

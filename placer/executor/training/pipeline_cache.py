@@ -110,13 +110,16 @@ class Pipelines:
             tell_in_turn(str(error))
             return None
         except torch.OutOfMemoryError as error:
-            others = self._count_of_flow() - 1
+            kept = [one for one in _every if one._placed is self._placed]
+            others = sum(len(one._made) for one in kept) - 1
             if not others:
                 raise
             why = str(error)
         # outside of the handler, since the error holds what was half made
         del pipeline
-        self._release_all_of_flow()
+        for one in kept:
+            one._made.keep_only(lambda key: False)
+        devices.release_cache()
         warn(
             f"there is no memory for a batch of this shape in addition to the passes of {others} "
             "other(s), of this step or of other steps of the flow, which are released and made "
@@ -149,18 +152,6 @@ class Pipelines:
             is_done = pipeline.is_prepared and pipeline.is_recorded
             record = comes_back and not is_compared and (is_done or not has_waiting())
             pipeline.prepare(batch.tensors, batch.goals.leaves, record=record)
-
-    def _of_flow(self) -> list[Pipelines]:
-        """Return the pipelines of all steps of the flow."""
-        return [one for one in _every if one._placed is self._placed]
-
-    def _count_of_flow(self) -> int:
-        return sum(len(one._made) for one in self._of_flow())
-
-    def _release_all_of_flow(self) -> None:
-        for one in self._of_flow():
-            one._made.keep_only(lambda key: False)
-        devices.release_cache()
 
     def pipeline_for(self, batch: Batch, needed: bool = False) -> TrainingPipeline | None:
         """Return the stages for batches like this one, or None where micro-batches run one by one.

@@ -47,7 +47,7 @@ def finer_cuts(
         devices: by layer, its device, in a cut of that order; None where none was found.
         left_s: the time that is left.
     """
-    count, borders = len(nodes.nodes), _borders(nodes, devices)
+    count, borders = len(nodes.nodes), _borders(nodes, devices) if devices else []
     number = optimal_cuts.runs_at_first(problem)
     if count <= number or len(borders) >= len(problem.devices):
         return
@@ -55,11 +55,13 @@ def finer_cuts(
     reach, next_s = count // (len(borders) + 1), 0.0
     while next_s < left_s():
         began = monotonic()
-        steps = _steps(reach, number, borders)
-        if number >= count or not borders:
-            runs = optimal_cuts.even_runs(problem, nodes, range(count), number)
-        else:
-            runs = _runs(count, borders, steps)
+        steps = _steps(reach, (number // len(borders) - 1) // 2) if borders else []
+        even = number >= count or not borders
+        runs = (
+            optimal_cuts.even_runs(problem, nodes, range(count), number)
+            if even
+            else _runs(count, borders, steps)
+        )
         cut = optimal_cuts.cut_of_blocks(problem, nodes, runs, exchanged)
         next_s = monotonic() - began
         better = cut.devices is not None and cut.value < best * (1 - ROUNDING)
@@ -85,25 +87,18 @@ def _most_runs(problem: Problem) -> int:
     return min(MOST_RUNS, by_work, isqrt(MOST_CELLS // tables), MOST_CELLS // len(problem.layers))
 
 
-def _borders(nodes: Reduction, devices: Sequence[int] | None) -> list[int]:
-    """Return the nodes that are on another device than the one before; none without a cut."""
-    if not devices:
-        return []
+def _borders(nodes: Reduction, devices: Sequence[int]) -> list[int]:
+    """Return the nodes that are on another device than the one before."""
     held = [devices[layers[0]] for layers in nodes.nodes]
     return [node for node in range(1, len(held)) if held[node] != held[node - 1]]
 
 
-def _steps(reach: int, number: int, borders: Sequence[int]) -> list[int]:
-    """Return the distances from a border at which runs end, the near ones close together.
+def _steps(reach: int, most: int) -> list[int]:
+    """At most so many distances up to ``reach``, the near ones close together.
 
-    Args:
-        reach: the largest distance.
-        number: of runs, over all borders.
-        borders: the nodes at which the known cut changes devices.
+    All where there are few.
     """
-    if not borders:
-        return []
-    most = min(max((number // len(borders) - 1) // 2, 1), reach)
+    most = min(max(most, 1), reach)
     return [max(place, int(reach ** (place / most))) for place in range(1, most + 1)]
 
 
