@@ -210,7 +210,7 @@ def _streamed(
         del results
         for place, told in (flow.compiled | flow.not_compiled_because).items():
             print(f"{place}: {told}", flush=True)
-        stages = [stage for pipeline in flow._streams.pipelines() for stage in pipeline.stages]
+        stages = [stage for pipeline in flow.calls.streams.pipelines() for stage in pipeline.stages]
         return {
             "difference": [max(differences)],
             "predicted_ms": [_predicted_ms(placement)],

@@ -5,53 +5,77 @@
     y = flow(x)                        # as model(x), with equal outputs and gradients
     flow.undo()                        # restores the original state
 
-The module's source is never rewritten, and its parameters stay the same objects.
+The module's source is never rewritten, and its parameters stay the same objects. A flow holds three
+parts, each of which knows only those above it::
+
+    settings   the map in force, devices and options
+    placed     the model on its devices: weights, captures, segments, hooks
+    calls      calls, and the streams that run them when they come again
+
+A ``TrainStep`` is made from all three.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from threading import Lock, RLock
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from threading import RLock
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
-from placer.capture.argument_checks import optimizer_list, require_flags, require_module
-from placer.capture.batch_dims.batch_layout import Call, Part
-from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
+from placer.capture.argument_checks import (
+    optimizer_list,
+    require_chunks,
+    require_flags,
+    require_module,
+    require_samples_for_chunks,
+)
+from placer.capture.batch_dims.declared_layout import (
+    DEFAULT_OPTIONS,
+    input_layout,
+    refuse_absent_outputs,
+    require_batch_options,
+)
 from placer.capture.granularity import Granularity, granularity_for_map
-from placer.capture.layers import LayerGraph
-from placer.capture.pytrees import flatten_inputs
+from placer.capture.loss_functions import LossFunction
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError, kind_of
-from placer.executor.checks.batch_check import Weights
-from placer.executor.engine.checkpointed_segments import with_checkpoints
-from placer.executor.hook_path import HookPath
-from placer.executor.inference.repeated_calls import RepeatedCalls
-from placer.executor.inference.stream import Streams
-from placer.executor.micro_batches import Cutter, MicroBatches
-from placer.executor.model_captures import Capture, Program
+from placer.executor.engine.compiled_segments import Backend, backend_of
+from placer.executor.measure import measure_step, measure_stream
 from placer.executor.placed_calls import PlacedCalls
-from placer.executor.segment_order import stage_by_stage
-from placer.executor.segments import Segment, StateLookup, segments
+from placer.executor.placed_model import PlacedModel
+from placer.executor.settings import Settings
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
-from placer.executor.state.clones import Clones, state_lookup
+from placer.executor.state.placed_weights import PlacedWeights
 from placer.executor.state.state_copies import Copies
-from placer.executor.state.state_moves import Home, Whereabouts, bring_state, move_state, settle
-from placer.executor.training.optimizer.optimizer_update import Optimizers
-from placer.schema import BatchOptions, Placement, Schedule
-from placer.utils.user_warnings import warn
+from placer.executor.training.optimizer.optimizer_memory import warn_of_other_memory
+from placer.executor.training.optimizer.optimizer_update import Optimizers, Update
+from placer.executor.training.train_step import TrainStep
+from placer.executor.training.training_pipeline import Order
+from placer.report.timeline import Measurement
+from placer.schema import BatchOptions, Placement, Profile, Schedule
+from placer.schema.batch_options import Weigh
 
 __all__ = ["DataFlow"]
 
 
-class DataFlow(PlacedCalls):
+def _held_by(part: str, name: str) -> Any:
+    """Return a property that reads and writes an attribute of a part of the flow."""
+    path = attrgetter(f"{part}.{name}")
+
+    def write(flow: DataFlow, value: Any) -> None:
+        setattr(attrgetter(part)(flow), name, value)
+
+    return property(path, write)
+
+
+class DataFlow(nn.Module):
     """An unmodified module that runs each of its layers on the device in ``layer_gpus``.
 
     The module's source is never rewritten. Its Parameters stay the same objects, so existing
@@ -91,7 +115,22 @@ class DataFlow(PlacedCalls):
             captured.
         lock: held by the thread whose call or stream runs; all flows of a model share one.
         copies: of the model's state, on devices that read it and do not own it.
+        settings: everything that ``update_flow`` sets, which the parts of the flow read.
+        placed: the model on its devices: state, captures, segments and hooks.
+        calls: the calls of the model, and its streams.
     """
+
+    output_device: torch.device = _held_by("settings", "output_device")
+    layer_gpus: OrderedDict[str, DeviceLike] = _held_by("settings", "layer_gpus")
+    deferred_batch_norm: bool = _held_by("settings", "deferred_batch_norm")
+    chunks: int = _held_by("settings", "chunks")
+    batch_options: BatchOptions = _held_by("settings", "batch_options")
+    schedule: Schedule = _held_by("settings", "schedule")
+    recompute: list[DeviceLike] = _held_by("settings", "recompute")
+    in_flight: Sequence[int] = _held_by("settings", "in_flight")
+    gradients_wait: bool = _held_by("placed", "gradients_wait")
+    lock: RLock = _held_by("placed", "lock")
+    copies: Copies = _held_by("placed.weights", "copies")
 
     def __init__(
         self,
@@ -114,43 +153,33 @@ class DataFlow(PlacedCalls):
             deferred_batch_norm=deferred_batch_norm,
         )
         self.module = module
-        self.lock = _lock_of(module)
-        self._devices = devices.resolve(device_ids, "device_ids")
-        self.device_ids = [device.index for device in self._devices]
-        self.output_device = (
-            self._devices[0] if output_device is None else self._device(output_device)
-        )
         self.inference_only = inference_only
         self.clear_cache = clear_cache
         self.fine_grained = fine_grained
         self.enable_clone = enable_clone
-        self.deferred_batch_norm = deferred_batch_norm
-        self.chunks = 1
-        self.batch_options = DEFAULT_OPTIONS
-        self.schedule: Schedule = "1f1b"
-        self.recompute: list[DeviceLike] = []
-        self.in_flight: Sequence[int] = ()
-        self.gradients_wait = False
-        self._home = Home(module)
-        self.copies = Copies()
-        self._granularity: Granularity = "fine" if fine_grained else "submodule"
-        self.layer_gpus: OrderedDict[str, DeviceLike] = self._default_map()
-        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._program = Program(module, self.compare_capture)
-        self._cutter = Cutter(self)
-        self._assignment: Assignment | None = None
-        self._places: list[torch.device] = []
-        self._settled: set[str] = set()
-        self._plans: dict[Capture, tuple[LayerGraph, list[Segment]]] = {}
-        self._hooks = HookPath(module)
-        self._has_told = False
-        self._streams = Streams(self)
-        self._repeated = RepeatedCalls(self._streams)
-        if inference_only:
-            module.requires_grad_(False)
-        self._clones = Clones(module, self._devices) if enable_clone else None
-        self._planned_with = 0
-        self._assumed: Placement | None = None
+        places = devices.resolve(device_ids, "device_ids")
+        self.settings = Settings(places, places[0], deferred_batch_norm)
+        if output_device is not None:
+            self.output_device = self.settings.device(output_device)
+        self.settings.reset(*self._default_map())
+        weights = PlacedWeights(module, inference_only, places if enable_clone else None)
+        self.placed = PlacedModel(weights, self.settings)
+        self.calls = PlacedCalls(self.placed, self.settings)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Return the index of each device."""
+        return [device.index for device in self.settings.devices]
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """Return the devices of the layers since the last ``update_flow``; None before it."""
+        return self.settings.assignment
+
+    @property
+    def not_captured_because(self) -> str:
+        """Why the model runs through hooks in its present mode; empty unless it does."""
+        return self.placed.not_captured_because
 
     def update_flow(
         self,
@@ -183,29 +212,24 @@ class DataFlow(PlacedCalls):
                     f"optimizer is {one!r}; give the torch.optim.Optimizer whose state is to move"
                 )
         with self.lock:
-            settings, detours = self._settings_of(placement)
-            self._hooks.refuse_standing()
-            optimizers = WeakSet([*self._optimizers, *given])
-            before, routes = Whereabouts(self.module, optimizers), devices.detours()
-            covered = [] if self._clones is None else self._clones.places
+            changes, detours = self._changes_of(placement)
+            self.placed.hooks.refuse_standing()
+            routes = devices.detours()
+            moved = self.placed.moved(changes["assignment"], given, self.clear_cache)
             try:
-                self._streams.clear()
-                self._bring(settings["_assignment"], optimizers, given)
-                settings |= {"_optimizers": optimizers, **self._no_plans()}
-                devices.take_detours(detours)
-                # all settings at once, after everything that may fail
-                self.__dict__.update(settings)
+                self.calls.streams.clear()
+                with moved:
+                    devices.take_detours(detours)
+                    # all settings at once, after everything that may fail
+                    vars(self.settings).update(changes)
             except BaseException:
                 devices.set_detours(routes)
-                if self._clones is not None:
-                    self._clones.keep_only(covered)
-                before.restore()
                 raise
 
-    def _settings_of(
+    def _changes_of(
         self, placement: Placement | Mapping[str, Any] | None
     ) -> tuple[dict[str, Any], list[Any]]:
-        """Return the flow's new attributes, and the links whose copies go through the host.
+        """Return the settings that change, and the links whose copies go through the host.
 
         Args:
             placement: None keeps ``layer_gpus`` and the settings that belong to it.
@@ -213,47 +237,64 @@ class DataFlow(PlacedCalls):
         Raises:
             PlacementError: if layers or devices are unknown.
         """
-        settings: dict[str, Any] = {
-            "layer_gpus": self.layer_gpus,
-            "_granularity": self._granularity,
-            "_assumed": None,  # an edited map has no memory assumptions
-        }
-        detours: list[Any] = []
+        settings = self.settings
+        # an edited map has no memory assumptions
+        changes: dict[str, Any] = {"layer_gpus": settings.layer_gpus, "assumed": None}
+        granularity, detours = settings.granularity, list[Any]()
         if placement is not None:
             found = _placement(placement)
-            settings |= self._adopted(found)
+            changes, granularity = self._adopted(found), tuple(found.layer_devices)
             detours = list(found.through_host)
-        layer_gpus = settings["layer_gpus"]
+        layer_gpus = changes["layer_gpus"]
         if not isinstance(layer_gpus, Mapping):
             raise PlacementError(
                 f"layer_gpus is {layer_gpus!r}; give a map of layer names to devices"
             )
-        places = {name: self._device(place) for name, place in layer_gpus.items()}
-        refuse_unknown_layers(self.module, places, list(self._default_map()))
-        used = list(dict.fromkeys([*self._devices, *places.values()]))
-        return settings | {
-            "_granularity": granularity_for_map(settings["_granularity"], places),
-            "_devices": used,
-            "device_ids": [device.index for device in used],
-            "_assignment": Assignment(places, self.output_device),
+        places = self._known_places(layer_gpus)
+        return changes | {
+            "granularity": granularity_for_map(granularity, places),
+            "devices": list(dict.fromkeys([*settings.devices, *places.values()])),
+            "assignment": Assignment(places, settings.output_device),
         }, detours
 
-    def _bring(
-        self,
-        assignment: Assignment,
-        optimizers: Collection[torch.optim.Optimizer],
-        given: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Move the state of model and optimizers to its devices; copy it if clones are enabled."""
-        if self._clones is not None:
-            self._clones.cover(assignment.devices)
-            return
-        move_state(self.module, assignment.of_state, optimizers)
-        self._program.accept_changes()
-        for optimizer in given:
-            bring_state(optimizer)
-        if self.clear_cache:
-            devices.release_cache()
+    def _adopted(self, placement: Placement) -> dict[str, Any]:
+        """Return the settings that a placement decides, except those that follow from its map."""
+        places = self._known_places(placement.layer_devices)
+        one_kind = len({place.type for place in (*self.settings.devices, *places.values())}) == 1
+        has_rooms = placement.training and placement.schedule in ("interleaved", "zero-bubble")
+        stated = placement.in_flight or (
+            placement.step.in_flight if placement.step is not None else ()
+        )
+        return {
+            "assumed": placement,
+            "layer_gpus": OrderedDict(
+                (name, place.index if one_kind else str(place)) for name, place in places.items()
+            ),
+            "chunks": placement.chunks,
+            # the flow's own declaration stays if the placement has none
+            "batch_options": self.batch_options
+            if placement.batch_options == DEFAULT_OPTIONS
+            else placement.batch_options,
+            "schedule": placement.schedule,
+            "recompute": list(placement.recompute),
+            "in_flight": stated if has_rooms else (),
+        }
+
+    def _known_places(self, layer_gpus: Mapping[str, DeviceLike]) -> dict[str, torch.device]:
+        """Return the device of each layer of a map.
+
+        Raises:
+            PlacementError: if layers or devices are unknown.
+        """
+        places = {name: self.settings.device(place) for name, place in layer_gpus.items()}
+        refuse_unknown_layers(self.module, places, layer_names(self.module, self.fine_grained))
+        return places
+
+    def _default_map(self) -> tuple[OrderedDict[str, DeviceLike], Granularity]:
+        """Return the map with every layer on the output device, and its granularity."""
+        names = layer_names(self.module, self.fine_grained)
+        granularity: Granularity = "fine" if self.fine_grained else "submodule"
+        return OrderedDict.fromkeys(names, self.output_device.index), granularity
 
     def undo(self) -> None:
         """Restore the devices of all parameters, gradients and buffers, and all flags.
@@ -262,18 +303,10 @@ class DataFlow(PlacedCalls):
             InputError: if the flow is applied at the moment.
         """
         with self.lock:
-            self._hooks.refuse_standing()
-            self._home.restore(self.module, self._optimizers)
-            self._program.accept_changes()
-            self._streams.clear()
-            self.__dict__.update({"_assignment": None, "_assumed": None, **self._no_plans()})
-        self._granularity = "fine" if self.fine_grained else "submodule"
-        self.layer_gpus = self._default_map()
-        self.chunks = 1
-        self.batch_options = DEFAULT_OPTIONS
-        self.schedule = "1f1b"
-        self.recompute = []
-        self.in_flight = ()
+            self.placed.hooks.refuse_standing()
+            self.placed.restore()
+            self.calls.streams.clear()
+            self.settings.reset(*self._default_map())
 
     def construct_module(
         self, layer_gpus: Mapping[str, DeviceLike] | None = None, module: nn.Module | None = None
@@ -292,195 +325,267 @@ class DataFlow(PlacedCalls):
         Raises:
             InputError: if this flow was created without ``enable_clone``.
         """
-        if self._clones is None:
+        if self.placed.weights.clones is None:
             raise InputError(
                 "construct_module shares clones: make the flow with DataFlow(model, "
                 "enable_clone=True)"
             )
         built = copy.copy(self)
-        built.__dict__ = dict(self.__dict__)
         built._modules = {"module": self.module if module is None else module}
-        built._plans, built._streams = {}, Streams(built)
-        built._repeated = RepeatedCalls(built._streams)
-        built._cutter = Cutter(built)
+        built.settings = copy.copy(self.settings)
+        built.placed = self.placed.sharing(built.settings)
+        built.calls = PlacedCalls(built.placed, built.settings)
         built.layer_gpus = OrderedDict(self.layer_gpus if layer_gpus is None else layer_gpus)
         built.update_flow()
         return built
 
-    def _bring_back(self) -> None:
-        """Move state back that another flow, or ``model.to``, has moved."""
-        if (
-            self._clones is None
-            and self._assignment is not None
-            and self._places != self._places_now()
-        ):
-            move_state(self.module, self._assignment.of_state, self._optimizers)
-            self._program.accept_changes()
-            self._plans.clear()
-            self._settled.clear()
-            self._places = self._places_now()
+    def forward(
+        self,
+        *args: Any,
+        chunks: int | None = None,
+        batch_options: BatchOptions | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the model; before the first ``update_flow``, unplaced.
 
-    def _places_now(self) -> list[torch.device]:
-        return [*map(devices.location, self._program.state())]
+        Args:
+            args: as the model takes them, on any device.
+            chunks: the number of micro-batches to cut the batch into, which follow one another
+                through the devices; the placement's number if None. Batch norm then sees
+                micro-batches, as in any pipeline.
+            batch_options: where the samples of the batch lie, and how results are joined; the
+                flow's own if None.
+            kwargs: as the model takes them.
+
+        Returns:
+            The model's result, on ``output_device``.
+
+        Raises:
+            BatchError: micro-batches give another result than the batch does.
+            InputError: the options do not fit the call, or it cannot be cut.
+        """
+        options = self.batch_options if batch_options is None else batch_options
+        count = self.chunks if chunks is None else chunks
+        result, _ = self.calls.run((args, kwargs), count, options, self.output_device)
+        if options is not self.batch_options:  # the flow's own may name results of its other calls
+            refuse_absent_outputs(options, result)
+        return result
+
+    def train_step(
+        self,
+        loss_fn: LossFunction,
+        optimizer: Optimizers = None,
+        schedule: Order | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        max_norm: float | None = None,
+        compile: bool | Backend = False,
+        weigh: Weigh | None = None,
+        batch_options: BatchOptions | None = None,
+    ) -> TrainStep:
+        """Return a training step of the whole pipeline: forwards, backwards, and the optimizer.
+
+        Args:
+            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given unless
+                ``batch_options`` say otherwise; or a tuple of that and a dict of further values,
+                ``(loss, {"accuracy": accuracy})``. It runs on the device of the last layer, where
+                tensors of its own belong; its buffers are brought there. It becomes a part of the
+                passes when they are made: what changes from step to step, such as a weight, has to
+                be in the target. For another loss make another step.
+            optimizer: any of torch's whose ``step`` needs no closure, stepped after every batch, or
+                a list of them, stepped in its order; None to leave that to the caller, who finds
+                the gradients in place. Their state moves with the parameters, wherever the flow
+                moves these. A warning says so where it needs other memory than the placement
+                assumed.
+            schedule: the order of micro-batches; the placement's if None. ``"zero-bubble"``
+                computes weight gradients apart, while a device would wait. Where a device holds
+                several segments, ``"interleaved"`` runs them in turn, and all others are
+                fill-drain.
+            scaler: for training in float16: scales the loss, and skips the step where a gradient
+                overflowed on any device.
+            max_norm: clip the gradients to this norm over all parameters on all devices.
+            compile: let torch.compile make one function of each segment, and one of the loss, where
+                that is faster. ``step.compiled`` then says what it gained and
+                ``step.not_compiled_because`` why it did not. True, or a backend.
+            weigh: ``weigh(inputs, target)``, the weight of each sample of a batch in the loss,
+                shape ``(N,)``: its number of labels, for instance, where the loss is a mean over
+                these. The same as ``BatchOptions(weigh=...)``. ``nn.CrossEntropyLoss`` and
+                ``nn.NLLLoss`` need none: the labels that they count are weighed.
+            batch_options: where the samples of the batch lie, whether the loss is a mean or a sum,
+                how results are joined; the flow's own if None.
+
+        Returns:
+            ``step(inputs, target) -> loss``, the loss of the batch, on the device of the last
+            layer. ``inputs`` is one tensor, a tuple of positional or a dict of keyword arguments.
+            With ``update=False`` a step leaves its gradients to the next one; with ``outputs=True``
+            it returns the model's result as well.
+
+        Raises:
+            InputError: an argument cannot be used; the message says which, and what can.
+        """
+        update = Update(optimizer, scaler, max_norm)
+        settings, placed = self.settings, self.placed
+        order = settings.schedule if schedule is None else schedule
+        step = TrainStep(
+            placed,
+            settings,
+            self.calls,
+            loss_fn,
+            update,
+            order,
+            backend_of(compile),
+            batch_options,
+            weigh,
+        )
+        if settings.assumed is not None and settings.assignment is not None:
+            warn_of_other_memory(
+                settings.assumed, update.optimizers, placed.module, settings.assignment.of_state
+            )
+        return step
+
+    def stream(
+        self,
+        batches: Iterable[Any],
+        in_flight: int | None = None,
+        *,
+        compile: bool | Backend = False,
+        batch_options: BatchOptions | None = None,
+    ) -> Generator[Any, None, None]:
+        """Run batch after batch without gradients, each behind the others through the devices.
+
+        A batch enters the first device while earlier ones are in later devices. Do not change the
+        model or its map while a stream is open; close it, or exhaust it, before.
+
+        Args:
+            batches: an iterable of batches, each one tensor, a tuple or list of positional, or a
+                dict of keyword arguments. Their shapes may differ; a shape is recorded as CUDA
+                graphs when it comes for the second time.
+            in_flight: batches that are taken from the source before the first result is handed out,
+                and so the most that take memory; two more than there are segments if None. 1 takes
+                none ahead.
+            compile: let torch.compile make one function of each segment, where that is faster, when
+                a shape comes for the second time. ``flow.compiled`` then says what it gained and
+                ``flow.not_compiled_because`` why it did not. True, or a backend, the same one each
+                time. The latest eight shapes are kept, and one that comes back later is compiled
+                again. Layers that draw random numbers draw others than without it.
+            batch_options: where the samples of a batch lie, so that batches of other sizes need no
+                capture of their own; the flow's if None. Batches are not cut.
+
+        Returns:
+            A generator of the model's result for each batch, in their order, on ``output_device``.
+
+        Raises:
+            InputError: these are not batches, ``in_flight`` is not a count, or torch has no such
+                backend.
+            StageError: from the generator, when it comes to a batch on which a layer failed;
+                results before are whole.
+        """
+        return self.calls.streams.open(batches, in_flight, backend_of(compile), batch_options)
 
     @property
-    def assignment(self) -> Assignment | None:
-        """Return the devices of the layers since the last ``update_flow``; None before it."""
-        return self._assignment
+    def compiled(self) -> dict[str, str]:
+        """By segment that torch.compile made faster in a stream: by how much."""
+        return {place: gain for place, (gain, _) in self.calls.streams.compiling().items() if gain}
 
-    def recomputed(self) -> frozenset[torch.device]:
-        """Return the devices that run forward again in their backward passes."""
-        if isinstance(self.recompute, str):
-            raise InputError(
-                f"flow.recompute is {self.recompute!r}; give a list of devices, "
-                f"[{self.recompute!r}]"
-            )
-        places = frozenset(self._device(place) for place in self.recompute)
-        if unknown := places.difference(self._devices):
-            known = ", ".join(map(str, self._devices))
-            raise InputError(
-                f"flow.recompute has {min(map(str, unknown))}; the flow's devices are {known}"
-            )
-        return places
+    @property
+    def not_compiled_because(self) -> dict[str, str]:
+        """By segment that a stream runs without torch.compile though it was asked for: why."""
+        return {place: why for place, (_, why) in self.calls.streams.compiling().items() if why}
 
-    def captured(self, part: Part, needed: bool = True) -> Capture | None:
-        """Return the capture for inputs like these; None if the model runs through hooks.
+    def applied(self) -> AbstractContextManager[nn.Module]:
+        """Let the model itself run placed, for a while.
 
-        Args:
-            part: the inputs.
-            needed: False allows hooks if consecutive calls would each need their own capture.
+            with flow.applied() as model:
+                ids = model.generate(ids, max_new_tokens=20)
+
+        A call of the model is a call of the flow, in one micro-batch; its other methods run through
+        hooks. This holds in this thread. Other threads' calls of the flow wait until it is over,
+        and their calls of the model raise. Operations of the caller's own code are aligned
+        meanwhile, too: tensors of two devices are brought to one. What checkpoints run again in a
+        backward pass, which may come later, runs as it did in here.
+
+        transformers' ``Trainer`` and accelerate's ``Accelerator``, made and used in here, neither
+        move nor wrap the model: it has an attribute ``hf_device_map`` meanwhile.
+
+        Returns:
+            The model.
+
+        Raises:
+            CaptureError: a module was compiled by torch.jit, which allows no hooks.
+            InputError: the flow has clones, which the model's own methods do not use.
         """
-        captures = self._program.captures([part], needed or self._needs_captures)
-        return None if captures is None else captures[0]
+        return self.calls.applied()
 
-    def cut(
+    def measure(
         self,
-        call: Call,
-        options: BatchOptions,
-        sizes_of: Callable[[int], list[int]],
-        weigh: Weights,
-    ) -> MicroBatches:
-        """Split a call into micro-batches; see ``Cutter.cut`` for the arguments."""
-        return self._cutter.cut(call, options, sizes_of, weigh, self._needs_captures)
+        inputs: Any,
+        target: Any = None,
+        *,
+        step: TrainStep | None = None,
+        chunks: int | None = None,
+        profile: Profile | None = None,
+        compile: bool | Backend = False,
+        batch_options: BatchOptions | None = None,
+    ) -> Measurement:
+        """Measure when each device works on which micro-batch, to compare with the prediction.
 
-    def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
-        """Return the flattened inputs of a call with their batch dimensions.
+        It runs the batch three times and changes nothing but gradients: the optimizer does not
+        step, and buffers are restored.
 
         Args:
-            call: positional and keyword arguments.
-            options: the declared batch layout; the flow's by default.
+            inputs: a batch: one tensor, a tuple of positional or a dict of keyword arguments.
+            target: the target of a training step; None where its loss needs none.
+            step: from ``train_step``: its forward and backward passes are measured. None measures
+                inference, the micro-batches streamed.
+            chunks: micro-batches; the placement's number if None.
+            profile: what the placement was solved from, for the prediction; None for no prediction.
+            compile: in inference, as for ``stream``; a step has its own.
+            batch_options: in inference, where the samples of the batch lie; the flow's if None. A
+                step has its own.
+
+        Returns:
+            The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass.
+
+        Raises:
+            InputError: the flow is not placed; the model runs through hooks; the profile is of
+                other layers; there is a target without a step; ``step`` is not a step of this flow;
+                ``chunks`` is more than the samples; or torch has no such backend.
         """
-        tensors, inputs = flatten_inputs(*call)
-        layout = self._program.layout(
-            call, tensors, inputs, self.batch_options if options is None else options
-        )
-        if options is not None and options is not self.batch_options:
-            layout.refuse_misfit()
-        return Part(tensors, inputs, layout.dims)
-
-    def holds(self, capture: Capture) -> bool:
-        """Return whether a capture still describes the model."""
-        return self._program.holds(capture)
-
-    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
-        """Return a capture's layers, grouped by device where possible, and the device of each.
-
-        Their state is moved into place.
-        """
-        assert self._assignment is not None
-        graph = self._program.graph(capture, self._granularity)
-        graph, places = stage_by_stage(graph, self._assignment.of_layers(graph))
-        if self._clones is None:
-            # state was moved from outside: verify every layer again
-            if self._places != self._places_now():
-                self._plans.clear()
-                self._settled.clear()
-            settle(graph, places, self._optimizers, self._settled)
-            self._places = self._places_now()
-        return graph, places
-
-    def weights(self, graph: LayerGraph) -> StateLookup:
-        """Return the lookup of the layers' state, after updating clones."""
-        self._refresh_clones()
-        return state_lookup(graph, self._clones)
-
-    def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
-        """Return the cached segments of a capture under the current map."""
-        if capture not in self._plans:
-            # the model has changed: discard the plans of old captures
-            if not all(map(self.holds, self._plans)):
-                self._plans = {
-                    known: plan for known, plan in self._plans.items() if self.holds(known)
-                }
-                self._repeated.keep_only(self.holds)
-            graph, places = self.layers(capture)
-            parts = segments(graph, places, state_lookup(graph, self._clones), self.copies.get)
-            self._plans[capture] = (graph, with_checkpoints(parts, capture.exported.checkpoints))
-        return self._plans[capture]
-
-    def _no_plans(self) -> dict[str, Any]:
-        """Return the attributes of a flow right after its state was moved."""
-        return {
-            "_plans": {},
-            "_settled": set(),
-            "_places": self._places_now(),
-            "_repeated": RepeatedCalls(self._streams),
-        }
-
-    def _refresh_clones(self) -> None:
-        if self._clones is not None:
-            self._clones.refuse_training()
-            self._clones.refresh()
-            if self._planned_with != self._clones.times_copied:
-                self._planned_with = self._clones.times_copied
-                self._plans.clear()
-
-    def _adopted(self, placement: Placement) -> dict[str, Any]:
-        """Return the attributes that a placement sets."""
-        places = {name: self._device(place) for name, place in placement.layer_devices.items()}
-        refuse_unknown_layers(self.module, places, list(self._default_map()))
-        one_kind = len({place.type for place in (*self._devices, *places.values())}) == 1
-        has_rooms = placement.training and placement.schedule in ("interleaved", "zero-bubble")
-        stated = placement.in_flight or (
-            placement.step.in_flight if placement.step is not None else ()
-        )
-        return {
-            "_assumed": placement,
-            "layer_gpus": OrderedDict(
-                (name, place.index if one_kind else str(place)) for name, place in places.items()
-            ),
-            "_granularity": tuple(places),
-            "chunks": placement.chunks,
-            # the flow's own declaration stays if the placement has none
-            "batch_options": self.batch_options
-            if placement.batch_options == DEFAULT_OPTIONS
-            else placement.batch_options,
-            "schedule": placement.schedule,
-            "recompute": list(placement.recompute),
-            "in_flight": stated if has_rooms else (),
-        }
-
-    def _device(self, place: DeviceLike) -> torch.device:
-        """Return a device by name; a bare index means the type of the flow's devices."""
-        try:
-            device = devices.parse(place, self._devices[0].type)
-            devices.require(device)
-        except InputError as error:
-            raise PlacementError(str(error)) from error
-        return device
-
-    def _tell_of_edits(self) -> None:
-        if self.layer_gpus and not self._has_told and len(set(self.layer_gpus.values())) > 1:
-            self._has_told = True
-            warn(
-                "layer_gpus was edited, and the model runs unsplit: call flow.update_flow() for it "
-                "to be followed"
+        if step is None and target is not None:
+            raise InputError(
+                "to measure a training step give its target and step=; for inference, neither"
             )
-
-    def _default_map(self) -> OrderedDict[str, DeviceLike]:
-        """Return the map with every layer on the output device."""
-        index = self.output_device.index
-        return OrderedDict((name, index) for name in layer_names(self.module, self.fine_grained))
+        is_asked = chunks is not None
+        chunks = self.chunks if chunks is None else chunks
+        require_chunks(chunks)
+        if profile is not None and not isinstance(profile, Profile):
+            raise InputError(
+                f"profile is {kind_of(profile)}; give the Profile, such as profile() returned"
+            )
+        if step is not None:
+            _require_step_of(step, self.placed)
+        backend = backend_of(compile)
+        if step is not None:
+            _refuse_step_options(compile, backend, batch_options)
+        options = self.batch_options if batch_options is None else batch_options
+        require_batch_options(options)
+        samples = input_layout(
+            self.module, inputs, options if step is None else step.loss_fn.options
+        ).size
+        if is_asked:
+            require_samples_for_chunks(chunks, samples)
+        if step is not None:
+            return measure_step(step, inputs, target, chunks, profile)
+        return measure_stream(
+            self.placed,
+            self.calls,
+            self.output_device,
+            inputs,
+            chunks,
+            options,
+            profile,
+            backend,
+        )
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise an InputError: the flow manages its own graphs."""
@@ -507,46 +612,34 @@ class DataFlow(PlacedCalls):
             result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         else:
             result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        self._plans.clear()
+        self.placed.weights.note_change()
         if assign:  # assignment replaces the parameter objects
-            self._streams.clear()
-            self._program = Program(self.module, self.compare_capture)
-            self._cutter = Cutter(self)
+            self.placed.captures.forget()
+            self.calls.forget()
         return result
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without captures, clones and locks, which are created on demand."""
-        state = dict(self.__dict__)
-        state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = state[
-            "_streams"
-        ] = None
-        state["_repeated"] = state["lock"] = state["_optimizers"] = state["_cutter"] = state[
-            "copies"
-        ] = None
-        return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.lock = _lock_of(self.module)
-        self.copies = Copies()
-        self._optimizers = WeakSet()  # training steps that are copied along register theirs
-        self._program = Program(self.module, self.compare_capture)
-        self._cutter = Cutter(self)
-        self._hooks = HookPath(self.module)
-        self._streams = Streams(self)
-        self._repeated = RepeatedCalls(self._streams)
-        self._plans = {}
-        self._clones = Clones(self.module, self._devices) if self.enable_clone else None
+def _require_step_of(step: Any, placed: PlacedModel) -> None:
+    if not isinstance(step, TrainStep):
+        raise InputError(f"step is {kind_of(step)}; give what this flow's train_step(...) returned")
+    if step.placed is not placed:
+        raise InputError("step is one of another flow; give one that this flow's train_step made")
 
 
-_locks: MutableMapping[nn.Module, RLock] = WeakIdKeyDictionary()
-_choosing_lock = Lock()
-
-
-def _lock_of(module: nn.Module) -> RLock:
-    """Return the lock of a model, which all of its flows share because they move the same state."""
-    with _choosing_lock:
-        return _locks.setdefault(module, RLock())
+def _refuse_step_options(
+    compile: bool | Backend, backend: Backend | None, batch_options: BatchOptions | None
+) -> None:
+    """Raise an InputError if ``measure`` was given options that the step has already."""
+    if backend is not None:
+        raise InputError(
+            f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it; "
+            "leave it out here"
+        )
+    if batch_options is not None:
+        raise InputError(
+            "batch_options with step=: a step has the options that train_step was given; "
+            "leave them out here"
+        )
 
 
 def _placement(given: Placement | Mapping[str, Any]) -> Placement:

@@ -21,7 +21,9 @@ from placer.capture.pytrees import flatten_inputs
 from placer.errors import BatchError
 from placer.executor.checks.batch_check import BatchChecks
 from placer.executor.micro_batches import Cutter
-from placer.executor.model_captures import Program
+from placer.executor.placed_model import PlacedModel
+from placer.executor.settings import Settings
+from placer.executor.state.placed_weights import PlacedWeights
 from placer.schema import BatchOptions
 
 MOST_HOST_BYTES = 4 * 2**30
@@ -50,31 +52,16 @@ def verify_example(model: nn.Module, example_inputs: Any, options: BatchOptions)
     call = _moved(call, place)
     parameters = Parameters.from_module(model)
     layout = call_layout(call, *flatten_inputs(*call), options, parameters)
-    unplaced = _Unplaced(model, options)
+    settings = Settings([place], place, False, batch_options=options)
+    unplaced = PlacedModel(PlacedWeights(model), settings)
     try:
         BatchChecks(model).joining(
-            call, parameters, layout, _halves(layout.size), options, None, unplaced.run_compared
+            call, parameters, layout, _halves(layout.size), options, None, unplaced.run_unsplit
         )
     except BatchError:
         # A capture shows which inputs only happen to have the batch's size. It takes long, so it
         # is made only to confirm a refusal, and the cutter then raises the error.
-        Cutter(unplaced).cut(call, options, _halves, lambda size: None)
-
-
-class _Unplaced:
-    """A model that runs where it is, as far as a cutter knows a flow.
-
-    Attributes:
-        batch_options: the declared batch layout.
-    """
-
-    def __init__(self, model: nn.Module, batch_options: BatchOptions) -> None:
-        self.batch_options = batch_options
-        self._program = Program(model)
-
-    def run_compared(self, call: Call) -> Any:
-        """Run the model."""
-        return self._program.module(*call[0], **call[1])
+        Cutter(unplaced, settings).cut(call, options, _halves, lambda size: None)
 
 
 def _halves(size: int) -> list[int]:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from placer import devices
 from placer.capture import input_forms
-from placer.capture.batch_dims.batch_layout import Call
 from placer.devices import Clock, Courier, Delivery
 from placer.errors import InputError
-from placer.executor.checks.batch_check import Weights
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.fill_drain import even_sizes
 from placer.executor.engine.pass_trace import Issued
 from placer.executor.engine.stage import Stage
-from placer.executor.inference.stream import Flow, Streams
 from placer.executor.inference.stream_pipeline import InferencePipeline
-from placer.executor.micro_batches import MicroBatches
+from placer.executor.placed_calls import PlacedCalls
+from placer.executor.placed_model import PlacedModel
 from placer.executor.predict import predicted
 from placer.executor.state.segment_state import restored
 from placer.executor.training.step_rollback import Kept
@@ -58,14 +56,14 @@ def measure_step(
         InputError: the model runs through hooks, the profile is of other layers, or gradients of an
             earlier step wait.
     """
-    if step.flow.gradients_wait:
+    if step.placed.gradients_wait:
         raise InputError(
             "gradients of a step with update=False wait for the next step, and a measurement would "
             "overwrite them: measure after a step that updates"
         )
     pipeline, tensors, goals = step.pipeline(inputs, target, chunks)
     if pipeline is None:
-        raise _not_captured(step.flow)
+        raise _not_captured(step.placed)
     with restored(pipeline.graph, pipeline.lanes):
         pipeline.prepare(tensors, goals)
         for _ in range(WARM_UPS):
@@ -76,22 +74,10 @@ def measure_step(
     return _measurement(title, pipeline.stages, rows, pipeline.plan, profile, pipeline.sizes[0])
 
 
-class MeasuredFlow(Flow, Protocol):
-    """The part of a ``DataFlow`` that a measurement needs."""
-
-    def cut(
-        self,
-        call: Call,
-        options: BatchOptions,
-        sizes_of: Callable[[int], list[int]],
-        weigh: Weights,
-    ) -> MicroBatches:
-        """Cut a call into micro-batches."""
-
-
 def measure_stream(
-    flow: MeasuredFlow,
-    streams: Streams,
+    placed: PlacedModel,
+    calls: PlacedCalls,
+    target: torch.device,
     inputs: Any,
     chunks: int,
     options: BatchOptions,
@@ -101,8 +87,9 @@ def measure_stream(
     """Measure a batch in inference, its micro-batches streamed.
 
     Args:
-        flow: the flow.
-        streams: its streams.
+        placed: the model.
+        calls: of the model.
+        target: the device of the results.
         inputs: one tensor, a tuple of positional or a dict of keyword arguments.
         chunks: micro-batches.
         options: what was declared of the batch.
@@ -113,33 +100,35 @@ def measure_stream(
         InputError: the flow is not placed, the model runs through hooks, or the profile is of other
             layers.
     """
-    if flow.assignment is None:
+    if placed.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")
-    found = flow.cut(
+    streams = calls.streams
+    found = calls.cut(
         input_forms.call_arguments(inputs),
         options,
         partial(even_sizes, chunks=chunks),
         lambda size: None,
     )
-    calls = [part.inputs.unflatten(part.tensors) for part in found.parts]
-    batches = [kwargs if kwargs else args for args, kwargs in calls]
+    given = [part.inputs.unflatten(part.tensors) for part in found.parts]
+    batches = [kwargs if kwargs else args for args, kwargs in given]
 
     def run() -> None:
         for _ in streams.open(batches, backend=backend, options=options):
             pass
 
     kept = Kept(
-        flow.module.buffers(), {devices.location(tensor) for tensor in flow.module.parameters()}
+        placed.module.buffers(),
+        {devices.location(tensor) for tensor in placed.module.parameters()},
     )
     kept.save()
     try:
-        if flow.captured(found.parts[0]) is None:
+        if placed.captured(found.parts[0]) is None:
             # If the inputs are wrong, the layer that cannot take them raises a better error.
             run()
-            raise _not_captured(flow)
+            raise _not_captured(placed)
         for _ in range(WARM_UPS):
             run()
-        rows = _traced(streams.pipelines(), streams.courier, [flow.output_device], run)
+        rows = _traced(streams.pipelines(), streams.courier, [target], run)
     finally:
         kept.restore()
     pipeline = streams.pipelines()[-1]
@@ -245,8 +234,8 @@ def _transfer(item: Delivery, stages: Sequence[torch.device], clock: Clock) -> R
     return Row(f"{here} → {there}", kind, source, target, number, began_ms, ended_ms)
 
 
-def _not_captured(flow: Any) -> InputError:
-    reason = getattr(flow, "not_captured_because", "")
+def _not_captured(placed: PlacedModel) -> InputError:
+    reason = placed.not_captured_because
     if not reason:
         return InputError(
             "micro-batches run one after another, so that there is no pipeline to measure: a layer "

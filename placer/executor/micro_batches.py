@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +17,13 @@ from placer.capture.export import nested_ops
 from placer.capture.pytrees import Structure, flatten_inputs
 from placer.errors import InputError, kind_of
 from placer.executor.checks.batch_check import BatchChecks, Weights
-from placer.executor.model_captures import Program
 from placer.executor.output_joining import Joining
+from placer.executor.placed_model import PlacedModel
+from placer.executor.settings import Settings
 from placer.schema import BatchOptions
 
 # A number of samples larger than any number of micro-batches.
 _MANY = 1 << 20
-
-
-class Compared(Protocol):
-    """The part of a flow that the comparison of a batch with its micro-batches uses."""
-
-    batch_options: BatchOptions
-    _program: Program
-
-    def run_compared(self, call: Call) -> Any:
-        """Run the placed model without gradients, through hooks if possible."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +53,14 @@ class Cutter:
     """The splitting of one flow's calls, with the kinds of batches that were verified.
 
     Args:
-        flow: the flow.
+        placed: the model.
+        settings: of the flow.
     """
 
-    def __init__(self, flow: Compared) -> None:
-        self._flow = flow
-        self._checks = BatchChecks(flow._program.module)
+    def __init__(self, placed: PlacedModel, settings: Settings) -> None:
+        self._placed = placed
+        self._settings = settings
+        self._checks = BatchChecks(placed.module)
 
     def cut(
         self,
@@ -93,14 +86,14 @@ class Cutter:
             InputError: if the options do not fit the call, or it cannot be split.
         """
         require_batch_options(options)
-        program = self._flow._program
+        captures = self._placed.captures
         tensors, inputs = flatten_inputs(*call)
-        layout = program.layout(call, tensors, inputs, options)
+        layout = captures.layout(call, tensors, inputs, options)
         sizes = sizes_of(layout.size)
         # The flow's default options need not fit every call. If nothing can be split, the layout
         # has a single sample, so ``sizes_of`` is asked with a large number whether several parts
         # are wanted.
-        is_given = options is not self._flow.batch_options
+        is_given = options is not self._settings.batch_options
         if layout.misfit and (is_given or len(sizes_of(_MANY)) > 1):
             layout.refuse_misfit()
         if len(sizes) < 2:
@@ -112,29 +105,25 @@ class Cutter:
                 Joining.from_options(options),
                 tensors,
                 inputs,
-                program.parameters,
+                captures.parameters,
             )
         # symbolic in a graph, even for inputs that turn out not to be part of the batch
         dims = layout.dims
-        layout = program.narrowed(layout, tensors, inputs, needed)
+        layout = captures.narrowed(layout, tensors, inputs, needed)
         parts = self._parts(call, layout, tensors, inputs, sizes, options, dims)
-        known = call, program.parameters, layout, sizes, options
+        known = call, captures.parameters, layout, sizes, options
         mode, can_be_run = (
-            (program.module.training, autocast.current_dtypes()),
+            (captures.module.training, autocast.current_dtypes()),
             partial(self._can_be_run, parts[0]),
         )
-        joining = self._checks.joining(*known, mode, self._flow.run_compared, weigh, can_be_run)
-        return MicroBatches(layout, sizes, parts, joining, tensors, inputs, program.parameters)
-
-    def forget(self) -> None:
-        """Discard all verified kinds of batches."""
-        self._checks.forget()
+        joining = self._checks.joining(*known, mode, self._placed.run_unsplit, weigh, can_be_run)
+        return MicroBatches(layout, sizes, parts, joining, tensors, inputs, captures.parameters)
 
     def _can_be_run(self, part: Part) -> bool:
         """Return whether no operation of the model compiles its body, as torch.cond does."""
         # constants created in inference mode could not be used in training later
         with torch.inference_mode(False):
-            captures = self._flow._program.captures([part], needed=False) or []
+            captures = self._placed.captures.captures([part], needed=False) or []
         return not any(
             nested_ops.has_nested_graphs(capture.exported.module) for capture in captures
         )
@@ -151,11 +140,11 @@ class Cutter:
     ) -> list[Part]:
         if not layout.lists:
             return [Part(part, inputs, dims) for part in layout.cut(tensors, sizes)]
-        calls = layout.cut_call(call, self._flow._program.parameters, sizes)
+        calls = layout.cut_call(call, self._placed.captures.parameters, sizes)
         return [Part(*flatten_inputs(*some), self._laid_out(some, options).dims) for some in calls]
 
     def _laid_out(self, call: Call, options: BatchOptions) -> BatchLayout:
-        return self._flow._program.layout(call, *flatten_inputs(*call), options)
+        return self._placed.captures.layout(call, *flatten_inputs(*call), options)
 
 
 def weights_of(

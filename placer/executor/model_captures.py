@@ -51,7 +51,7 @@ class Capture:
 
 
 @dataclass
-class Program:
+class ModelCaptures:
     """The captures and refusals of one model.
 
     Attributes:
@@ -60,11 +60,13 @@ class Program:
             and model; empty without one.
         refused: by mode, why torch.export refused it or how the graph differs; these modes use
             hooks.
+        times_forgotten: how often all captures were discarded.
     """
 
     module: nn.Module
     compare: Callable[[Capture, Part], str] = lambda capture, part: ""
     refused: dict[Hashable, str] = field(default_factory=dict)
+    times_forgotten: int = 0
     _captures: dict[Hashable, list[Capture]] = field(default_factory=dict)
     _seen: dict[Hashable, Capture] = field(default_factory=dict)
     _census: Census | None = None
@@ -225,6 +227,7 @@ class Program:
             if sum(map(len, self._captures.values())) >= _KEPT_CAPTURES:
                 self._captures.clear()
                 self._seen.clear()
+                self.times_forgotten += 1
             known = self._captures.setdefault((mode, inputs.key, dims), [])
             fitting = next((capture for capture in known if capture.exported.covers(tensors)), None)
             if fitting is None:
@@ -307,10 +310,10 @@ class Program:
         if before is None or not before.holds():
             self._census = Census(self.module)
             if before is not None and not before.describes(self._census):
-                self._forget()
+                self.forget()
         if not self._attributes.hold():
             self._tell_of_changes()
-            self._forget()
+            self.forget()
         self._looks += 1
         assert self._census is not None
         return self._census
@@ -318,9 +321,11 @@ class Program:
     def accept_changes(self) -> None:
         """Discard all captures without a warning if attributes changed: the flow moved them."""
         if not self._attributes.hold():
-            self._forget()
+            self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Discard all captures and refusals, since the model has changed."""
+        self.times_forgotten += 1
         self._captures.clear()
         self._seen.clear()
         self.refused.clear()

@@ -12,7 +12,7 @@ State and the gradients of parameters are excluded: a placement holds both perma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -117,12 +117,21 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
         return LayerMemory(forward_workspace_bytes=workspace, fragmented_bytes=fragmented)
     # only storages that are still alive
     saved = {key for key, serial in noted if log.serial(key) == serial}
-    return _training_memory(trial, log, saved, forward_extra, fragmented)
+    forward, kept = _forward_memory(trial, log, saved, forward_extra)
+    return _training_memory(trial, log, forward, kept, fragmented)
 
 
-def _training_memory(
-    trial: Trial, log: StorageLog, saved: set[int], forward_extra: int, fragmented: int
-) -> LayerMemory:
+def _forward_memory(
+    trial: Trial, log: StorageLog, saved: set[int], forward_extra: int
+) -> tuple[LayerMemory, set[int]]:
+    """Return what a forward pass keeps and needs, and the new storages that it keeps.
+
+    Args:
+        trial: the layer, after a forward pass.
+        log: the storages of the pass.
+        saved: the storages that autograd saved.
+        forward_extra: bytes that the allocator took beyond the storages.
+    """
     fresh = _fresh_writes(trial, log)
     kept_writes = {key: size for key, size in fresh.items() if key in saved}
     #     storages alive after the forward pass
@@ -144,27 +153,41 @@ def _training_memory(
     unsaved_reads = sum(
         tensor_bytes(trial.reads[i]) for i, key in read_keys.items() if key not in held
     )
-    forward_workspace = max(0, log.peak_bytes() - kept) + unsaved_reads + forward_extra
+    memory = LayerMemory(
+        saved_bytes=sum(inside.values()) + rest,
+        saved_reads=saved_reads,
+        saved_writes=saved_writes,
+        forward_workspace_bytes=max(0, log.peak_bytes() - kept) + unsaved_reads + forward_extra,
+    )
+    return memory, {*inside, *kept_writes}
 
+
+def _training_memory(
+    trial: Trial, log: StorageLog, forward: LayerMemory, kept: set[int], fragmented: int
+) -> LayerMemory:
+    """Return the memory of both passes, after running the backward pass.
+
+    Args:
+        trial: the layer, after a forward pass.
+        log: the storages of the pass.
+        forward: the memory of the forward pass.
+        kept: the new storages that it keeps.
+        fragmented: bytes of unusable free memory in the forward pass.
+    """
     trial.set_gradients(present=True)
     # saved storages lower the peak as soon as autograd frees them
-    log.begin({*inside, *kept_writes})
+    log.begin(kept)
     log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
     backward_workspace = peak_bytes(trial.device, log, trial.accumulate_alone)
     trial.set_gradients(present=False)
     fragmented = max(fragmented, devices.fragmented_bytes(trial.device))
     halves = measure_halves(trial)
-    return LayerMemory(
-        saved_bytes=sum(inside.values()) + rest,
-        saved_reads=saved_reads,
-        saved_writes=saved_writes,
-        forward_workspace_bytes=forward_workspace,
+    return replace(
+        forward,
         backward_workspace_bytes=backward_workspace,
         # Without saved storages nothing would be freed early, and without parameters nothing
         # accumulates: the recorded pass equals the eager one.
-        pass_workspace_bytes=_pass_workspace(trial)
-        if inside or kept_writes or trial.parameters
-        else 0,
+        pass_workspace_bytes=_pass_workspace(trial) if kept or trial.parameters else 0,
         fragmented_bytes=fragmented,
         deferred_bytes=sum(halves.deferred),
         input_workspace_bytes=halves.input_workspace_bytes,

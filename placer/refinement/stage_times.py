@@ -120,7 +120,7 @@ class Stages:
             last = stage.head is not None
             # a recomputed stage runs forward again in its backward pass, which the solver adds
             # itself
-            if stage.device in flow.recomputed():
+            if stage.device in flow.settings.recomputed():
                 backward = max(0.0, backward - forward)
             measured.append(
                 StageTime(
@@ -140,7 +140,7 @@ class Stages:
     def _loss_ms(self, flow: DataFlow) -> tuple[float, float]:
         """Return the forward and backward time of the loss by itself, in ms."""
         with torch.no_grad():
-            outputs, where = flow.called_for_loss(self._args, self._kwargs)
+            outputs, where = flow.calls.run_for_loss(self._args, self._kwargs)
         leaves, structure = flatten(outputs)
         leaves = [
             leaf.detach().requires_grad_(leaf.is_floating_point())
@@ -169,12 +169,12 @@ class Stages:
         return forward_ms, backward_ms
 
     def _infer(self, flow: DataFlow) -> list[StageTime]:
-        inputs = flow.laid_out((self._args, self._kwargs))
-        capture, tensors = flow.captured(inputs), inputs.tensors
+        inputs = flow.placed.laid_out((self._args, self._kwargs))
+        capture, tensors = flow.placed.captured(inputs), inputs.tensors
         assert capture is not None  # _refuse_others has raised otherwise
         if self._backend is not None:
             return self._infer_compiled(flow, Known(capture, tensors, self._backend))
-        graph, places = flow.layers(capture)
+        graph, places = flow.placed.layers(capture)
         parts = segments(
             graph, places, lambda name, place: devices.move(graph.state[name].detach(), place)
         )
@@ -197,7 +197,7 @@ class Stages:
     @torch.no_grad()
     def _infer_compiled(self, flow: DataFlow, batch: Known) -> list[StageTime]:
         measured = []
-        for stage in flow.streamed(batch):
+        for stage in flow.calls.streams.stages(batch):
             (forward,) = self._timer(
                 [stage.slots[0].passes["forward"]], stage.device, self._repeats
             )
@@ -223,14 +223,14 @@ class Stages:
 
     def _refuse_others(self, flow: DataFlow) -> None:
         """Raise for a model without stages, or one whose parameters differ from the profile's."""
-        capture = flow.captured(flow.laid_out((self._args, self._kwargs)))
+        capture = flow.placed.captured(flow.placed.laid_out((self._args, self._kwargs)))
         if capture is None:
             self._refuse_what_fails(flow)
             raise ProfilingError(
                 f"{type(self._model).__name__} runs through hooks, so its stages cannot be "
                 f"measured apart: {flow.not_captured_because}"
             )
-        graph, _ = flow.layers(capture)
+        graph, _ = flow.placed.layers(capture)
         used = {
             id(state): state
             for layer in graph.layers

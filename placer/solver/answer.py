@@ -8,8 +8,8 @@ from typing import Any
 
 from placer.errors import InputError
 from placer.schema import DeviceLoad, Infeasibility, Placement, SingleDevice
-from placer.solver import costs, device_order
-from placer.solver.problem import LONGEST_MS, Problem
+from placer.solver import costs
+from placer.solver.problem import LONGEST_MS, ROUNDING, Problem
 
 PROVEN_GAP = 1e-6
 """Relative gap up to which a placement counts as optimal: one part in a million."""
@@ -21,7 +21,7 @@ def found(
     """Return the placement of an assignment that meets every requirement."""
     result = costs.evaluate(problem, assignment)
     assert result is not None
-    assignment, result = device_order.as_named(problem, assignment, result)
+    assignment, result = _in_order_of_names(problem, assignment, result)
     _refuse_overflow(problem, result)
     value = result.objective_value
     bound = min(max(bound, 0.0), value)
@@ -46,6 +46,48 @@ def found(
         single_device=single,
         speedup=single.objective_value / value if timed else None,
     )
+
+
+def _in_order_of_names(
+    problem: Problem, assignment: costs.Assignment, before: costs.Costs
+) -> tuple[costs.Assignment, costs.Costs]:
+    """Return the placement with stages on devices of a type in the order of the devices' names.
+
+    Alike devices can be exchanged without any change of costs. But batches mostly lie on the first
+    device, which then should not be the one that ends a step last and begins the next. The
+    placement stays the same if any cost would change, or if a requirement would break.
+
+    Args:
+        problem: the placement problem.
+        assignment: by layer, the index of its device; one that meets every requirement.
+        before: what it costs.
+
+    Returns:
+        The placement, and what it costs.
+    """
+    taken: dict[str, list[int]] = {}
+    for device in before.stages:
+        taken.setdefault(problem.devices[device].type, []).append(device)
+    exchanged = {
+        old: new for alike in taken.values() for old, new in zip(alike, sorted(alike), strict=True)
+    }
+    found = [exchanged[device] for device in assignment]
+    after = None if found == list(assignment) else costs.judged(problem, found)
+    if after is None or not _are_alike(before, after):
+        return assignment, before
+    return found, after
+
+
+def _are_alike(one: costs.Costs, other: costs.Costs) -> bool:
+    """Return whether no cost differs, whichever device has it."""
+    pairs = [(one.objective_value, other.objective_value)]
+    for a, b in (
+        (one.compute_ms, other.compute_ms),
+        (one.send_ms, other.send_ms),
+        (one.receive_ms, other.receive_ms),
+    ):
+        pairs += zip(sorted(a), sorted(b), strict=True)
+    return all(isclose(a, b, rel_tol=ROUNDING) for a, b in pairs)
 
 
 def nothing(

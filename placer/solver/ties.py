@@ -17,8 +17,9 @@ from math import floor, isclose
 from placer.schema import Ties
 from placer.solver import costs
 from placer.solver.answer import PROVEN_GAP
-from placer.solver.cpsat.model import TIME_STEPS, PlacementModel, longest_ms, worth_building
+from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer, Limits
+from placer.solver.cpsat.variables import TIME_STEPS, longest_ms
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 

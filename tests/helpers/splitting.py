@@ -168,11 +168,11 @@ def random_placement(
     """A placement of the model's ``auto`` layers on random devices of the flow, colocated ones
     together."""
     # the flow's own: captures are dear
-    captured = flow.captured(flow.laid_out((args, kwargs)))
+    captured = flow.placed.captured(flow.placed.laid_out((args, kwargs)))
     assert captured is not None, flow.not_captured_because
-    graph = flow._program.graph(captured, "auto")
+    graph = flow.placed.captures.graph(captured, "auto")
     draw = random.Random(seed)
-    devices = [str(device) for device in flow._devices]
+    devices = [str(device) for device in flow.settings.devices]
     places = {layer.name: draw.choice(devices) for layer in graph.layers}
     for group in graph.colocated:
         places |= dict.fromkeys(group, places[group[0]])
@@ -211,7 +211,7 @@ class CapturedOnce:
         self._initial = {
             name: tensor.detach().clone() for name, tensor in named_state(self.model).items()
         }
-        self._program = DataFlow(self.model)._program
+        self._captures = DataFlow(self.model).placed.captures
 
     @contextmanager
     def flow(self, **options: Any) -> Iterator[DataFlow]:
@@ -226,7 +226,7 @@ class CapturedOnce:
                 for name, tensor in named_state(module).items():
                     tensor.copy_(self._initial[name])
         flow = DataFlow(self.model, **options)
-        flow._program = self._program
+        flow.placed.captures = self._captures
         try:
             yield flow
         finally:

@@ -194,10 +194,6 @@ class BatchChecks:
             return False
         return True
 
-    def forget(self) -> None:
-        """Discard all results, because the model has changed."""
-        self._known.clear()
-
     @torch.no_grad()
     def _look(
         self,

@@ -23,7 +23,7 @@ from placer.capture.python_state.isolated_runs import isolated_run
 from placer.capture.python_state.module_hooks import without_hooks
 from placer.capture.pytrees import flatten
 from placer.executor.checks.tolerances import Closeness, shown
-from placer.executor.training.stages.weight_aliases import has_hooks
+from placer.executor.state.parameter_hooks import has_hooks
 
 # Samples that suffice for a graph with a symbolic batch size.
 _SAMPLES = 2

@@ -46,12 +46,6 @@ class RepeatedCalls:
         self._refused: set[_Call] = set()
         self._uncut: Counter[_Call] = Counter()
 
-    def keep_only(self, holds: Callable[[Capture], bool]) -> None:
-        """Forget calls unless ``holds`` is true of all their captures."""
-        for calls in (self._seen, self._refused):
-            calls -= {call for call in calls if not all(map(holds, call[0]))}
-        self._uncut.clear()
-
     def ahead(
         self,
         captures: Sequence[Capture],

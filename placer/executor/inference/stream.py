@@ -16,15 +16,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from threading import RLock
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from placer import devices
 from placer.capture import autocast, input_forms
-from placer.capture.batch_dims.batch_layout import Call, Part
 from placer.capture.batch_dims.declared_layout import (
     DEFAULT_OPTIONS,
     refuse_absent_outputs,
@@ -41,10 +39,9 @@ from placer.executor.engine.stage import Stage
 from placer.executor.inference.stream_pipeline import InferencePipeline
 from placer.executor.inference.ticket import Ticket
 from placer.executor.model_captures import Capture, shapes
-from placer.executor.segments import StateLookup
+from placer.executor.placed_model import PlacedModel
+from placer.executor.settings import Settings
 from placer.executor.stage_errors import nothing_held
-from placer.executor.state.assignment import Assignment
-from placer.executor.state.state_copies import Copies
 from placer.schema import BatchOptions
 
 _HOOKED = {"the model": ("", "it runs through hooks, or is not placed")}
@@ -67,41 +64,6 @@ class Known(NamedTuple):
     backend: Backend | None = None
 
 
-class Flow(Protocol):
-    """The part of a ``DataFlow`` that a stream needs."""
-
-    module: nn.Module
-    batch_options: BatchOptions
-    output_device: torch.device
-    lock: RLock
-
-    @property
-    def assignment(self) -> Assignment | None:
-        """The devices of the layers; None before the first ``update_flow``."""
-
-    def captured(self, part: Part, needed: bool = True) -> Capture | None:
-        """Return the capture for inputs like these; None if the model runs through hooks."""
-
-    def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
-        """Return the inputs of a call, flattened, with their batch dimensions."""
-
-    def holds(self, capture: Capture) -> bool:
-        """Return whether a capture still matches the model."""
-
-    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
-        """Return the layers of a capture and the device of each."""
-
-    @property
-    def copies(self) -> Copies:
-        """The copies of the model's state on devices that read it and do not own it."""
-
-    def weights(self, graph: LayerGraph) -> StateLookup:
-        """Return a function that gives the layers of a graph their state."""
-
-    def __call__(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
-        """Run the model."""
-
-
 class _OutdatedError(Exception):
     """The model is no longer what was recorded."""
 
@@ -110,15 +72,19 @@ class Streams:
     """All streams of one flow; they share its devices, and the recordings of each shape.
 
     Args:
-        flow: the flow.
+        placed: the model.
+        settings: of the flow.
+        run: runs a batch that has no capture.
 
     Attributes:
         lanes: of every device that was used.
         courier: for the copies.
     """
 
-    def __init__(self, flow: Flow) -> None:
-        self._flow = flow
+    def __init__(self, placed: PlacedModel, settings: Settings, run: Callable[..., Any]) -> None:
+        self._placed = placed
+        self._settings = settings
+        self._run = run
         self.lanes: dict[torch.device, Lane] = {}
         self.courier = Courier()
         # of all shapes, since batches of several are on their way at once
@@ -129,7 +95,7 @@ class Streams:
         self._moving: list[Ticket] = []
         self._is_hooked = False
         # of one order with the flow's, whose calls stream, and which streams call
-        self._lock = flow.lock
+        self._lock = placed.lock
 
     def open(
         self,
@@ -190,7 +156,8 @@ class Streams:
 
         def are_current() -> bool:
             return is_unchanged() and all(
-                pipeline.is_current(self._flow.weights(graph)) for pipeline, graph in graphs.items()
+                pipeline.is_current(self._placed.current_state(graph))
+                for pipeline, graph in graphs.items()
             )
 
         try:
@@ -305,17 +272,16 @@ class Streams:
         if isinstance(batch, Known):
             return self._send_off(batch, number, is_flat=True)
         args, kwargs = _arguments(batch)
-        part = self._flow.laid_out((args, kwargs), options)
-        placed = self._flow.assignment is not None
-        capture = self._flow.captured(part, needed=False) if placed else None
+        placed = self._placed
+        part = placed.laid_out((args, kwargs), options)
+        capture = placed.captured(part, needed=False) if placed.assignment is not None else None
         # The flow's own options describe all its calls, and may name results of others of them.
-        declared = (
-            DEFAULT_OPTIONS if options is None or options is self._flow.batch_options else options
-        )
+        own = self._settings.batch_options
+        declared = DEFAULT_OPTIONS if options is None or options is own else options
         if capture is None:
             self._is_hooked = backend is not None
             self._drain()
-            result = self._flow(*args, chunks=1, **kwargs)
+            result = self._run(*args, **kwargs)
             refuse_absent_outputs(declared, result)
             return Ticket(result=result)
         if declared.outputs:
@@ -339,19 +305,20 @@ class Streams:
         return ticket
 
     def _key(self, batch: Known) -> Hashable:
-        flow = self._flow
-        run = batch.capture, flow.assignment, flow.output_device, batch.backend
+        target = self._settings.output_device
+        run = batch.capture, self._placed.assignment, target, batch.backend
         return *run, shapes(batch.tensors), autocast.current_dtypes()
 
     def _add(self, key: Hashable, batch: Known) -> InferencePipeline:
         """Make the pipeline of a new shape, in place of the one that was not used for longest."""
         # Pipelines of a model that has changed would only take memory.
-        self._pipelines.keep_only(lambda other: self._flow.holds(other[0]))
+        placed = self._placed
+        self._pipelines.keep_only(lambda other: placed.captures.holds(other[0]))
         self._pipelines.make_room()
-        graph, places = self._flow.layers(batch.capture)
-        outputs, target = batch.capture.exported.outputs, self._flow.output_device
-        weights = self._flow.weights(graph)
-        shared = weights, self._flow.copies, self.lanes, self.courier
+        graph, places = placed.layers(batch.capture)
+        outputs, target = batch.capture.exported.outputs, self._settings.output_device
+        state = placed.current_state(graph)
+        shared = state, placed.weights.copies, self.lanes, self.courier
         pipeline = InferencePipeline(graph, places, outputs, target, *shared, batch.backend)
         self._pipelines[key] = (graph, pipeline)
         self._wait_for_callers()
@@ -405,7 +372,7 @@ class Streams:
         self._wait_for_lanes()
         current = {key: graph for key, (graph, _) in self._pipelines.items()}
         for key, graph in current.items():
-            if not self._pipelines[key][1].refresh(self._flow.weights(graph)):
+            if not self._pipelines[key][1].refresh(self._placed.current_state(graph)):
                 self.clear()
                 break
         self._wait_for_callers()

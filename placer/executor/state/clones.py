@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.capture.layers import LayerGraph, named_state
+from placer.capture.layers import named_state
 from placer.errors import InputError
-from placer.executor.segments import StateLookup
 from placer.executor.state.model_fingerprint import Census, are_same
 from placer.executor.state.tensor_versions import writes
 
@@ -95,22 +94,6 @@ class Clones:
         """Return the copy of a parameter or buffer on a device."""
         self.cover([place])
         return self._copies[place][name]
-
-
-def state_lookup(graph: LayerGraph, clones: Clones | None) -> StateLookup:
-    """Return a lookup of the state that a graph's layers use.
-
-    Args:
-        graph: the layers. Their plain tensors are always the model's own.
-        clones: of the model's parameters and buffers; None to use the originals.
-    """
-
-    def lookup(name: str, place: torch.device) -> Tensor:
-        if clones is None or name in graph.constants:
-            return graph.state[name]
-        return clones.get(name, place)
-
-    return lookup
 
 
 def _twin(tensor: Tensor, place: torch.device) -> Tensor:

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import Part
 from placer.capture.layers import LayerGraph
 from placer.errors import InputError
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.shape_cache import LatestShapes
-from placer.executor.model_captures import Capture, shapes
+from placer.executor.model_captures import shapes
+from placer.executor.placed_model import PlacedModel
 from placer.executor.segments import segments, taken_in_turn
+from placer.executor.settings import Settings
 from placer.executor.stage_errors import nothing_held
 from placer.executor.state.assignment import Assignment
 from placer.executor.training.loss.loss_weights import Weighing
@@ -39,31 +40,6 @@ from placer.executor.training.training_pipeline import (
 )
 from placer.utils.user_warnings import warn
 
-
-class Placed(Protocol):
-    """What pipelines are made of: a model, its captures, and the devices of its layers."""
-
-    module: nn.Module
-    in_flight: Sequence[int]
-    deferred_batch_norm: bool
-
-    @property
-    def assignment(self) -> Assignment | None:
-        """The devices of the layers; None before the first ``update_flow``."""
-
-    def recomputed(self) -> frozenset[torch.device]:
-        """Return the devices that run forwards once more in their backward passes."""
-
-    def captured(self, part: Part, needed: bool = True) -> Capture | None:
-        """Return the capture for inputs like these; None if the model runs through hooks."""
-
-    def holds(self, capture: Capture) -> bool:
-        """Return whether a capture still matches the model."""
-
-    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
-        """Return the layers of a capture and the device of each."""
-
-
 _every: WeakSet[Pipelines] = WeakSet()
 """All training steps' pipelines: a step that runs short of memory releases the others'."""
 
@@ -72,21 +48,28 @@ class Pipelines:
     """The pipelines of one training step, the latest used last.
 
     Args:
-        flow: whose layers they run.
+        placed: the model whose layers they run.
+        settings: of the flow.
         loss_fn: the loss of a micro-batch.
         schedule: the order of micro-batches.
         compile: the backend of torch.compile; None to compile nothing.
     """
 
     def __init__(
-        self, flow: Placed, loss_fn: Weighing, schedule: Order, compile: Backend | None
+        self,
+        placed: PlacedModel,
+        settings: Settings,
+        loss_fn: Weighing,
+        schedule: Order,
+        compile: Backend | None,
     ) -> None:
-        self._flow = flow
+        self._placed = placed
+        self._settings = settings
         self._loss_fn = loss_fn
         self._schedule = schedule
         self._compile = compile
         self._made: LatestShapes[TrainingPipeline] = LatestShapes(lambda pipeline: pipeline.lanes)
-        self._placed: Assignment | None = None
+        self._made_for: Assignment | None = None
         _every.add(self)
 
     def __iter__(self) -> Iterator[TrainingPipeline]:
@@ -116,45 +99,59 @@ class Pipelines:
         Returns:
             The stages; None where micro-batches run one after another.
         """
-        pipeline = self.pipeline_for(batch)
-        if pipeline is not None and not pipeline.collect(outputs or is_compared):
-            self._made.keep_only(lambda key: self._made[key] is not pipeline)
-            pipeline = self.pipeline_for(batch)
-            assert pipeline is not None
-            pipeline.collect(outputs or is_compared)
-        others = len(self._made) - 1
+        collects = outputs or is_compared
+        pipeline = self._collecting(batch, collects)
+        if pipeline is None:
+            return None
         try:
-            if pipeline is not None:
-                with nothing_held():
-                    # Recording pays where a shape comes back. The first shape probably will; others
-                    # are recorded once they do.
-                    comes_back = pipeline.is_prepared or not others
-                    is_done = pipeline.is_prepared and pipeline.is_recorded
-                    record = comes_back and not is_compared and (is_done or not has_waiting())
-                    pipeline.prepare(batch.tensors, batch.goals.leaves, record=record)
+            self._prepare(pipeline, batch, is_compared, has_waiting)
             return pipeline
         except PenaltyError as error:
             tell_in_turn(str(error))
             return None
         except torch.OutOfMemoryError as error:
-            kept = [one for one in _every if one._flow is self._flow and one._made]
-            count = sum(len(one._made) for one in kept) - 1
-            if not count:
+            kept = [one for one in _every if one._placed is self._placed]
+            others = sum(len(one._made) for one in kept) - 1
+            if not others:
                 raise
             why = str(error)
-        pipeline = None
+        # outside of the handler, since the error holds what was half made
+        del pipeline
         for one in kept:
             one._made.keep_only(lambda key: False)
         devices.release_cache()
         warn(
-            f"there is no memory for a batch of this shape in addition to the passes of {count} "
+            f"there is no memory for a batch of this shape in addition to the passes of {others} "
             "other(s), of this step or of other steps of the flow, which are released and made "
             f"again when such a batch comes: {why}"
         )
+        return self._collecting(batch, collects)
+
+    def _collecting(self, batch: Batch, collects: bool) -> TrainingPipeline | None:
+        """Return the stages for a batch, which collect results if asked to; None without stages."""
         pipeline = self.pipeline_for(batch)
-        if pipeline is not None:
-            pipeline.collect(outputs or is_compared)
+        if pipeline is not None and not pipeline.collect(collects):
+            self._made.keep_only(lambda key: self._made[key] is not pipeline)
+            pipeline = self.pipeline_for(batch)
+            assert pipeline is not None
+            pipeline.collect(collects)
         return pipeline
+
+    def _prepare(
+        self,
+        pipeline: TrainingPipeline,
+        batch: Batch,
+        is_compared: bool,
+        has_waiting: Callable[[], bool],
+    ) -> None:
+        """Make the passes of the stages; see ``ready`` for the arguments."""
+        with nothing_held():
+            # Recording pays where a shape comes back. The first shape probably will; others
+            # are recorded once they do.
+            comes_back = pipeline.is_prepared or len(self._made) == 1
+            is_done = pipeline.is_prepared and pipeline.is_recorded
+            record = comes_back and not is_compared and (is_done or not has_waiting())
+            pipeline.prepare(batch.tensors, batch.goals.leaves, record=record)
 
     def pipeline_for(self, batch: Batch, needed: bool = False) -> TrainingPipeline | None:
         """Return the stages for batches like this one, or None where micro-batches run one by one.
@@ -174,33 +171,35 @@ class Pipelines:
             batch: what to train on, or a batch like it.
             needed: whether to capture the model even if call after call would need a new capture.
         """
-        flow, sizes = self._flow, batch.sizes
-        if flow.assignment is not self._placed:
+        placed, settings, sizes = self._placed, self._settings, batch.sizes
+        if placed.assignment is not self._made_for:
             self._made.keep_only(lambda key: False)
-            self._placed = flow.assignment
+            self._made_for = placed.assignment
         if batch.has_lists:
             tell_in_turn("a list has samples for items")
             return None
         first = batch.part(0)
-        capture = flow.captured(first, needed)
+        capture = placed.captured(first, needed)
         if capture is None:
             return None
-        recompute = flow.recomputed()
+        recompute = settings.recomputed()
         asked = _requires_gradients(batch)
-        room = room_of(flow.in_flight) if self._schedule in ("interleaved", "zero-bubble") else ()
-        ways = flow.deferred_batch_norm, recompute, room
+        room = (
+            room_of(settings.in_flight) if self._schedule in ("interleaved", "zero-bubble") else ()
+        )
+        ways = settings.deferred_batch_norm, recompute, room
         goals = batch.goals.structure.key, _kinds(batch.goals.leaves), batch.goal_dims
         key = (capture, shapes(first.tensors), tuple(sizes), batch.dims, goals, asked, *ways)
         known = self._made.used(key)
         if known is not None and not known.is_stale():
             return None if _is_unusable(known) else known
-        self._made.keep_only(lambda other: other != key and flow.holds(other[0]))
-        graph, places = flow.layers(capture)
+        self._made.keep_only(lambda other: other != key and placed.captures.holds(other[0]))
+        graph, places = placed.layers(capture)
         if _runs_one_by_one(graph):
             return None
-        if len(sizes) > 1 and _in_turn(graph, places, flow.deferred_batch_norm):
+        if len(sizes) > 1 and _in_turn(graph, places, settings.deferred_batch_norm):
             return None
-        if sizes[-1] != sizes[0] and flow.captured(batch.part(-1)) is not capture:
+        if sizes[-1] != sizes[0] and placed.captured(batch.part(-1)) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones
             # then.
             equal = batch.of_equal_sizes()
@@ -214,7 +213,7 @@ class Pipelines:
             tuple(sizes),
             batch.dims,
             batch.goal_dims,
-            flow.deferred_batch_norm,
+            settings.deferred_batch_norm,
             recompute,
             self._compile,
             capture.exported.checkpoints,
@@ -222,7 +221,7 @@ class Pipelines:
         )
         self._made.make_room()
         self._made[key] = made = TrainingPipeline(graph, places, recipe)
-        made.weights.leave_out(flow.module.parameters())
+        made.weights.leave_out(placed.module.parameters())
         return made
 
     def let_go(self, interrupted: TrainingPipeline | None) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from threading import RLock
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from torch import Tensor
 from placer import devices
 from placer.capture import autocast, input_forms
 from placer.capture.argument_checks import require_chunks, require_flags, require_loss_function
-from placer.capture.batch_dims.batch_layout import Call
 from placer.capture.batch_dims.declared_layout import (
     other_dims,
     refuse_absent_outputs,
@@ -28,11 +25,12 @@ from placer.capture.loss_functions import (
 )
 from placer.capture.pytrees import detached_nest, flatten
 from placer.errors import BatchError, InputError, StageError
-from placer.executor.checks.batch_check import Weights
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.fill_drain import micro_batch_sizes, to_device
-from placer.executor.micro_batches import MicroBatches
 from placer.executor.output_joining import Joining, join
+from placer.executor.placed_calls import PlacedCalls
+from placer.executor.placed_model import PlacedModel
+from placer.executor.settings import Settings
 from placer.executor.stage_errors import Place, failed_module, nothing_held, raise_explained
 from placer.executor.state.batch_statistics import refuse_uncaptured
 from placer.executor.training.ddp_check import refuse_data_parallel
@@ -42,7 +40,7 @@ from placer.executor.training.loss.loss_check import LossChecks
 from placer.executor.training.loss.loss_weights import Weighing, merged
 from placer.executor.training.optimizer.optimizer_update import Update
 from placer.executor.training.optimizer.shared_optimizers import Others, kept, note_waiting
-from placer.executor.training.pipeline_cache import Pipelines, Placed, room_of, tell_in_turn
+from placer.executor.training.pipeline_cache import Pipelines, room_of, tell_in_turn
 from placer.executor.training.stages.training_slot import Collected
 from placer.executor.training.stages.training_stage import LOSS
 from placer.executor.training.stages.weight_aliases import Keep
@@ -54,46 +52,13 @@ from placer.schema.batch_options import Weigh
 from placer.utils.user_warnings import warn
 
 
-class Flow(Placed, Protocol):
-    """The part of a ``DataFlow`` that a training step needs."""
-
-    chunks: int
-    batch_options: BatchOptions
-    enable_clone: bool
-    gradients_wait: bool
-    output_device: torch.device
-    lock: RLock
-
-    @property
-    def not_captured_because(self) -> str:
-        """Why the model runs through hooks; empty where it does not."""
-
-    def follow(self, optimizer: Any) -> None:
-        """Keep an optimizer's state on the devices of its parameters, from now on."""
-
-    def cut(
-        self,
-        call: Call,
-        options: BatchOptions,
-        sizes_of: Callable[[int], list[int]],
-        weigh: Weights,
-    ) -> MicroBatches:
-        """Cut a call into micro-batches."""
-
-    def called_for_loss(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, torch.device]:
-        """Run the model on one micro-batch; return the result and the device of the last layer.
-
-        The result stays there.
-        """
-
-
 class TrainStep:
     """A training step of a flow.
 
     Args:
-        flow: a flow to which ``update_flow`` has been applied.
+        placed: the model.
+        settings: of the flow.
+        calls: of the model, for micro-batches that run one by one.
         loss_fn: ``loss_fn(output, target)``: the loss, or the loss and a dict of further values.
         update: what follows the gradients.
         schedule: the order of micro-batches.
@@ -109,7 +74,9 @@ class TrainStep:
 
     def __init__(
         self,
-        flow: Flow,
+        placed: PlacedModel,
+        settings: Settings,
+        calls: PlacedCalls,
         loss_fn: LossFunction,
         update: Update,
         schedule: Order,
@@ -118,15 +85,17 @@ class TrainStep:
         weigh: Weigh | None = None,
     ) -> None:
         require_loss_function(loss_fn)
-        options = flow.batch_options if options is None else options
+        options = settings.batch_options if options is None else options
         require_batch_options(options)
         if schedule not in SCHEDULES:
             raise InputError(
                 f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}"
             )
-        refuse_data_parallel(flow.module)
-        self._others = Others(update, flow.module)
-        self.flow = flow
+        refuse_data_parallel(placed.module)
+        self._others = Others(update, placed.module)
+        self.placed = placed
+        self._settings = settings
+        self._calls = calls
         self.loss_fn = Weighing(loss_fn, merged(options, weigh))
         self.update = update
         self.schedule = schedule
@@ -176,11 +145,11 @@ class TrainStep:
         if update not in (True, False):
             raise InputError(f"update is {update!r}; give True, or False to let the gradients wait")
         require_flags(outputs=outputs)
-        with nothing_held(), self.flow.lock:
+        with nothing_held(), self.placed.lock:
             batch = self._taken(inputs, target, chunks)
             for optimizer in self.update.optimizers:
-                self.flow.follow(optimizer)
-            keep, self.flow.gradients_wait = kept(self.flow, self.flow.gradients_wait), False
+                self.placed.weights.follow(optimizer)
+            keep, self.placed.gradients_wait = kept(self.placed, self.placed.gradients_wait), False
             try:
                 result = self._computed(batch, keep, outputs)
             except _LabelsSeen:
@@ -188,12 +157,12 @@ class TrainStep:
                 result = self._computed(batch, keep, outputs)
             if len(batch.sizes) > 1:
                 self.loss_fn.tell_of_labels([*batch.tensors, *batch.goals.leaves])
-            self.flow.gradients_wait = not update
+            self.placed.gradients_wait = not update
             if update:
-                self.update(self.flow.module)
+                self.update(self.placed.module)
                 self._others.wait_no_longer()
             else:
-                note_waiting(self.flow)
+                note_waiting(self.placed)
             return result
 
     def _computed(self, batch: Batch, keep: Keep, outputs: bool) -> Any:
@@ -204,7 +173,7 @@ class TrainStep:
             return self._attempted(batch, keep, outputs, is_compared=True)
         except torch.OutOfMemoryError as error:
             # gradients of earlier steps waited, and are gone
-            if any(map(keep, self.flow.module.parameters())):
+            if any(map(keep, self.placed.module.parameters())):
                 raise
             why = str(error)
         self._has_named_outputs = False  # the names are not looked for in results either
@@ -241,7 +210,7 @@ class TrainStep:
                 else self._checks.known(batch)
             )
         except BaseException as error:
-            self.flow.module.zero_grad()
+            self.placed.module.zero_grad()
             self._pipelines.let_go(None if isinstance(error, Exception) else pipeline)
             advice = _target_advice(error, batch, self.loss_fn.options)
             if not advice:
@@ -272,7 +241,7 @@ class TrainStep:
         except BatchError as error:
             if pipeline is not None:
                 pipeline.recover()
-            waits = any(map(keep, self.flow.module.parameters()))
+            waits = any(map(keep, self.placed.module.parameters()))
             # else gradients of earlier steps would be gone
             if labels.found is not None and not waits:
                 raise _LabelsSeen from error
@@ -293,7 +262,7 @@ class TrainStep:
         if any(values):
             found.append(join(values, batch.sizes, joining, weights))
         if outputs:
-            nests = [to_device_nest(result, self.flow.output_device) for result, _ in made]
+            nests = [to_device_nest(result, self._settings.output_device) for result, _ in made]
             found.append(join(nests, batch.sizes, batch.joining, weights))
         return tuple(found)
 
@@ -301,7 +270,7 @@ class TrainStep:
         """Return whether there are gradients that the next batch adds to."""
         return any(
             parameter.grad is not None and keep(parameter)
-            for parameter in self.flow.module.parameters()
+            for parameter in self.placed.module.parameters()
         )
 
     @staticmethod
@@ -334,8 +303,8 @@ class TrainStep:
         self._refuse()
         call = input_forms.call_arguments(inputs)
         refuse_arrays(target)
-        sizes_of = partial(_sizes, self.flow.chunks if chunks is None else chunks)
-        cut = self.flow.cut(
+        sizes_of = partial(_sizes, self._settings.chunks if chunks is None else chunks)
+        cut = self._calls.cut(
             call, self.loss_fn.options, sizes_of, partial(self.loss_fn.weights, inputs, target)
         )
         _refuse_no_batch(inputs, cut.tensors, cut.layout.size)
@@ -356,7 +325,7 @@ class TrainStep:
         self._pipelines = self._no_pipelines()
 
     def _no_pipelines(self) -> Pipelines:
-        return Pipelines(self.flow, self.loss_fn, self.schedule, self.compile)
+        return Pipelines(self.placed, self._settings, self.loss_fn, self.schedule, self.compile)
 
     @property
     def pipelines(self) -> list[TrainingPipeline]:
@@ -385,12 +354,12 @@ class TrainStep:
         return notes
 
     def _refuse(self) -> None:
-        flow = self.flow
-        if flow.assignment is None:
+        placed = self.placed
+        if placed.assignment is None:
             raise InputError(
                 "the flow is not placed yet: call update_flow() before a training step"
             )
-        if flow.enable_clone:
+        if placed.weights.clones is not None:
             raise InputError(
                 "clones are not trained: make the flow without enable_clone to train it"
             )
@@ -398,10 +367,10 @@ class TrainStep:
             raise InputError(
                 "inference mode makes no gradients: leave torch.inference_mode() for a step"
             )
-        if not flow.module.training:
+        if not placed.module.training:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
-        room_of(flow.in_flight)
-        refuse_data_parallel(flow.module)
+        room_of(self._settings.in_flight)
+        refuse_data_parallel(placed.module)
 
     @torch.enable_grad()
     def _through_hooks(self, batch: Batch, keep: Keep, outputs: bool) -> tuple[Tensor, list[Any]]:
@@ -411,9 +380,10 @@ class TrainStep:
             The loss, and by micro-batch the model's result, if that is asked for, and the further
             values of the loss.
         """
-        module = self.flow.module
-        if self.flow.deferred_batch_norm and len(batch.sizes) > 1:
-            refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
+        module = self.placed.module
+        if self._settings.deferred_batch_norm and len(batch.sizes) > 1:
+            why = self.placed.not_captured_because or "micro-batches run in turn"
+            refuse_uncaptured(module, why)
         before = Kept(
             module.buffers(), {devices.location(tensor) for tensor in module.parameters()}
         )
@@ -430,7 +400,7 @@ class TrainStep:
             for ((args, kwargs), goal), share in zip(
                 batch.parts(leaves), self.loss_fn.shares(batch.sizes), strict=True
             ):
-                output, place = self.flow.called_for_loss(args, kwargs)
+                output, place = self._calls.run_for_loss(args, kwargs)
                 # Only after a call: if the model fails on its inputs, that error comes first.
                 self._tell_once()
                 in_loss = place
@@ -456,21 +426,21 @@ class TrainStep:
 
     def _tell_once(self) -> None:
         """Warn, once, why the model runs through hooks."""
-        if self.flow.not_captured_because and not self._has_told:
+        if self.placed.not_captured_because and not self._has_told:
             self._has_told = True
-            tell_in_turn(f"the model is not captured: {self.flow.not_captured_because}")
+            tell_in_turn(f"the model is not captured: {self.placed.not_captured_because}")
 
     def _place(self, error: BaseException, micro_batch: int, in_loss: torch.device | None) -> Place:
         """Return where a micro-batch failed on its way through hooks, or in its loss.
 
         The loss runs on ``in_loss``.
         """
-        layer = failed_module(error, self.flow.module)
+        layer = failed_module(error, self.placed.module)
         if layer is None and in_loss is not None:
             return Place(micro_batch, "training", 0, 0, in_loss, LOSS)
-        assignment = self.flow.assignment
+        assignment = self.placed.assignment
         device = assignment.of_path(layer) if assignment is not None and layer else None
-        return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
+        return Place(micro_batch, "training", 0, 0, device or self._settings.output_device, layer)
 
 
 def to_device_nest(nest: Any, place: torch.device) -> Any:

@@ -20,8 +20,9 @@ from typing import cast
 
 from ortools.sat.python import cp_model
 
+from placer.schema import Link
 from placer.solver.bounds import memory_bounds
-from placer.solver.contiguous.stage_links import StageLinks, stage_links, surcharges
+from placer.solver.contiguous.stage_links import StageLinks, stage_links
 from placer.solver.contiguous.stage_scope import knows_memory
 from placer.solver.contiguous.transfer_windows import narrowed_windows
 from placer.solver.cpsat.peak_constraints import PeakConstraints
@@ -255,7 +256,7 @@ class StageModel:
                 if touched is not None:
                     terms[p][0].append(self.steps(time_ms) * touched)
         if self.links.between is not None:
-            surcharges(self, self.links.between, terms)
+            _surcharges(self, self.links.between, terms)
         return terms
 
     def _costs_all_alike(self, net: Net) -> bool:
@@ -406,3 +407,80 @@ class _AtStage:
     def share(self, node: int) -> Sum:
         """1 if the node is there, else 0."""
         return self._model.share(node, self._stage)
+
+
+# Links between unlike classes of devices
+
+
+def _surcharges(model: StageModel, between: Link, terms: list[tuple[list[Sum], list[Sum]]]) -> None:
+    """Add the extra time of transfers between unlike classes, once for each stage and net.
+
+    Literals:
+
+        of[n, c]      node n is at a stage of class c
+        apart[n, r]   node n and its reader r are of unlike classes
+    """
+    of = [_classes_of(model, node) for node in range(len(model.nodes.nodes))]
+    quick = joined_nets(model.problem, model.nodes, model.links.quickest)
+    slow = {
+        (net.source, net.readers): net for net in joined_nets(model.problem, model.nodes, between)
+    }
+    for net in quick:
+        longer = slow[net.source, net.readers]
+        there = model.steps(longer.there_ms - net.there_ms)
+        back = model.steps(longer.back_ms - net.back_ms)
+        if there or back:
+            _surcharge(model, net, there, back, of, terms)
+
+
+def _surcharge(
+    model: StageModel,
+    net: Net,
+    there: int,
+    back: int,
+    of: Sequence[Sequence[Literal]],
+    terms: list[tuple[list[Sum], list[Sum]]],
+) -> None:
+    apart = {reader: _apart(model, of[net.source], of[reader]) for reader in net.readers}
+    for stage in model.stages:
+        sent, received = terms[stage]
+        sends = _any(model, stage, [(net.source, literal) for literal in apart.values()])
+        takes = _any(model, stage, list(apart.items()))
+        if sends is not None:
+            sent.append(there * sends)
+            received.append(back * sends)
+        if takes is not None:
+            received.append(there * takes)
+            sent.append(back * takes)
+
+
+def _classes_of(model: StageModel, node: int) -> list[Literal]:
+    """Return, by class, whether the node's stage is of it."""
+    found = [model.cp.new_bool_var("") for _ in model.classes]
+    model.cp.add_exactly_one(found)
+    for stage in model.stages:
+        if model.can_be(node, stage):
+            for kind, literal in zip(model.kind[stage], found, strict=True):
+                model.clause(*model.absent(node, stage), model.negated(kind), literal)
+    return found
+
+
+def _apart(model: StageModel, one: Sequence[Literal], other: Sequence[Literal]) -> Literal:
+    apart = model.cp.new_bool_var("")
+    for mine, its in zip(one, other, strict=True):
+        model.clause(model.negated(mine), its, apart)
+    return apart
+
+
+def _any(model: StageModel, stage: int, pairs: Sequence[tuple[int, Literal]]) -> Literal | None:
+    """Return a literal that holds if a node is at the stage and its own literal holds.
+
+    The result is None if none can be there.
+    """
+    able = [(node, literal) for node, literal in pairs if model.can_be(node, stage)]
+    if not able:
+        return None
+    found = model.cp.new_bool_var("")
+    for node, literal in able:
+        model.clause(*model.absent(node, stage), model.negated(literal), found)
+    return found

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
+from ortools.sat.python import cp_model
+
+from placer.solver.cpsat.variables import PlacementVariables, Term
 from placer.solver.problem import Value
 
-if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
-
-    from placer.solver.cpsat.model import PlacementModel, Term
-
+LoadParts: TypeAlias = tuple[list[list[Term]], list[list[Term]], list[list[Term]]]
+"""By device, the terms of its compute, of what it sends, and of what it receives."""
 
 PAIRS_PER_LAYER = 8
 """Independent pairs of layers per layer above which rules by device are fewer than by pair."""
 
 
-def values_need_links(model: PlacementModel) -> None:
+def values_need_links(model: PlacementVariables) -> None:
     """Require a link wherever a value, or its gradient, crosses."""
     problem, nodes = model.problem, model.nodes
     refused = set()
@@ -41,9 +41,14 @@ def values_need_links(model: PlacementModel) -> None:
 # Loads
 
 
-def loads(model: PlacementModel) -> None:
-    """Require the objective to be at least every device's load."""
-    compute, send, receive = model.load_parts
+def loads(model: PlacementVariables, parts: LoadParts) -> None:
+    """Require the objective to be at least every device's load.
+
+    Args:
+        model: the variables.
+        parts: as ``load_parts`` returns them.
+    """
+    compute, send, receive = parts
     for device in model.devices:
         most = model.most_busy(device)
         if model.problem.request.transfers == "overlapped":
@@ -53,9 +58,7 @@ def loads(model: PlacementModel) -> None:
             model.cp.add(sum(compute[device] + send[device] + receive[device]) <= most)
 
 
-def load_parts(
-    model: PlacementModel,
-) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
+def load_parts(model: PlacementVariables) -> LoadParts:
     """Return, by device, the terms of its compute, of what it sends, and of what it receives."""
     compute = _compute(model)
     send, receive = _transfers(model)
@@ -64,7 +67,7 @@ def load_parts(
     return compute, send, receive
 
 
-def _compute(model: PlacementModel) -> list[list[Term]]:
+def _compute(model: PlacementVariables) -> list[list[Term]]:
     terms: list[list[Term]] = [[] for _ in model.devices]
     for node, layers in enumerate(model.nodes.nodes):
         for device, literal in model.x[node].items():
@@ -73,7 +76,7 @@ def _compute(model: PlacementModel) -> list[list[Term]]:
     return terms
 
 
-def _transfers(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]]]:
+def _transfers(model: PlacementVariables) -> tuple[list[list[Term]], list[list[Term]]]:
     """Return a value is sent once per device that reads it; its gradient comes back.
 
     Values with the same ends go together.
@@ -98,7 +101,7 @@ def _transfers(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]
     return send, receive
 
 
-def _taken(model: PlacementModel, source: int, readers: frozenset[int], device: int) -> Term:
+def _taken(model: PlacementVariables, source: int, readers: frozenset[int], device: int) -> Term:
     """1 if a reader is on the device and the source is not."""
     able = [model.x[reader][device] for reader in readers if device in model.x[reader]]
     if not able:
@@ -112,7 +115,7 @@ def _taken(model: PlacementModel, source: int, readers: frozenset[int], device: 
 
 
 def _given(
-    model: PlacementModel, source: int, readers: frozenset[int], device: int, takers: Term
+    model: PlacementVariables, source: int, readers: frozenset[int], device: int, takers: Term
 ) -> Term:
     """Return the number of other devices that read the value, if the source is on the device."""
     if device not in model.x[source]:
@@ -134,7 +137,7 @@ def _given(
 
 
 def _transfers_by_pair(
-    model: PlacementModel,
+    model: PlacementVariables,
     source: int,
     readers: frozenset[int],
     values: Sequence[Value],
@@ -156,7 +159,7 @@ def _transfers_by_pair(
                 receive[device].append(back * sent)
 
 
-def _values_by_ends(model: PlacementModel) -> dict[tuple[int, frozenset[int]], list[Value]]:
+def _values_by_ends(model: PlacementVariables) -> dict[tuple[int, frozenset[int]], list[Value]]:
     by_ends: dict[tuple[int, frozenset[int]], list[Value]] = defaultdict(list)
     for value in model.problem.values:
         source = model.nodes.node_of[value.source]
@@ -167,7 +170,7 @@ def _values_by_ends(model: PlacementModel) -> dict[tuple[int, frozenset[int]], l
 
 
 def _sent(
-    model: PlacementModel, source: int, readers: frozenset[int], device: int, other: int
+    model: PlacementVariables, source: int, readers: frozenset[int], device: int, other: int
 ) -> cp_model.IntVar | None:
     """Return a literal that holds if the source is on one device and a reader on the other."""
     read = model.any_on(readers, other)
@@ -178,7 +181,7 @@ def _sent(
     return sent
 
 
-def _pairs(model: PlacementModel) -> Iterator[tuple[int, int]]:
+def _pairs(model: PlacementVariables) -> Iterator[tuple[int, int]]:
     """Ordered pairs of devices over which a value may pass."""
     for device in model.devices:
         for other in model.devices:
@@ -192,7 +195,7 @@ _Delay = Callable[[Value, int, int], float | None]
 """The time that a value, or its gradient, takes between two devices; None where it may not pass."""
 
 
-def latency(model: PlacementModel) -> None:
+def latency(model: PlacementVariables) -> None:
     """Require the objective to be at least the last finish forwards plus the last one backwards."""
     problem = model.problem
     count = len(problem.layers)
@@ -220,7 +223,7 @@ def latency(model: PlacementModel) -> None:
 
 
 def _makespan(
-    model: PlacementModel,
+    model: PlacementVariables,
     order: Sequence[int],
     time_ms: Sequence[Sequence[float]],
     waits: Sequence[tuple[int, int, Value]],
@@ -251,7 +254,7 @@ def _makespan(
 
 
 def _one_at_a_time(
-    model: PlacementModel,
+    model: PlacementVariables,
     order: Sequence[int],
     waits: Sequence[tuple[int, int]],
     start: dict[int, Term],
@@ -304,7 +307,9 @@ def _independent(order: Sequence[int], waits: Sequence[tuple[int, int]]) -> list
     return pairs
 
 
-def _delay(model: PlacementModel, before: int, after: int, value: Value, delay_ms: _Delay) -> Term:
+def _delay(
+    model: PlacementVariables, before: int, after: int, value: Value, delay_ms: _Delay
+) -> Term:
     if before == after:
         return 0
     delay: Term = 0

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+from ortools.sat.python import cp_model
 
 from placer.solver.bounds.memory_bounds import can_bind, state_bytes
 from placer.solver.cpsat.peak_constraints import PeakConstraints
+from placer.solver.cpsat.variables import PlacementVariables, Term
 from placer.solver.problem import Problem
-
-if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
-
-    from placer.solver.cpsat.model import PlacementModel, Term
-
 
 TERMS_A_RULE = 20
 """Terms of a sum that take as long to build as a rule."""
@@ -34,7 +30,7 @@ def rules_a_device(problem: Problem) -> int:
     return len(problem.layers) + readers + terms // TERMS_A_RULE
 
 
-def memory(model: PlacementModel) -> None:
+def memory(model: PlacementVariables) -> None:
     """Require every device to stay within its limit, and within the objective if that is memory."""
     # Rules are needed only if memory can be exceeded or is the objective.
     if (
@@ -50,30 +46,8 @@ def memory(model: PlacementModel) -> None:
         write(model, moments, device, fixed, 0 if model.objective == "memory" else limit)
 
 
-def byte_sizes(problem: Problem, chunks: int) -> list[int]:
-    """Return every size that the model adds up, times the largest number of its uses."""
-    often = chunks if problem.training else 1
-    sizes = [value.held_bytes * often for value in problem.values]
-    sizes += [size * often for size in (*problem.deferred_bytes, *problem.back_workspace_bytes)]
-    sizes += [*problem.weights_workspace_bytes, *problem.step_bytes]
-    sizes += [shared.total_bytes for shared in problem.shared]
-    for layer in problem.layers:
-        sizes += [
-            state_bytes(problem, layer),
-            layer.forward_workspace_bytes * (often if problem.recorded else 1),
-        ]
-        if problem.training:
-            sizes += [layer.backward_workspace_bytes, layer.saved_bytes * often]
-    if problem.training:
-        sizes += [
-            value.gradient_bytes * (often if problem.recorded else 1) for value in problem.values
-        ]
-        sizes += [value.rest_bytes for value in problem.values]
-    return [size for size in sizes if size]
-
-
 def _within(
-    model: PlacementModel, device: int, use: Term, given: Sequence[cp_model.IntVar] = ()
+    model: PlacementVariables, device: int, use: Term, given: Sequence[cp_model.IntVar] = ()
 ) -> None:
     """Require the use to stay within the device's limit, at least where all given literals hold."""
     limit = model.problem.devices[device].usable_bytes // model.byte_unit
@@ -87,7 +61,7 @@ def _within(
         model.cp.add(use <= model.makespan).only_enforce_if(*given)
 
 
-def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
+def _fixed(model: PlacementVariables, device: int) -> cp_model.IntVar:
     """Return the state of the layers on a device, and of its copies of shared parameters."""
     terms: list[Term] = []
     most = 0
@@ -117,7 +91,7 @@ def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
 class _OnDevice:
     """A device, as the rules of its moments see it."""
 
-    def __init__(self, model: PlacementModel, device: int) -> None:
+    def __init__(self, model: PlacementVariables, device: int) -> None:
         self.cp, self._model, self._device = model.cp, model, device
 
     def here(self, node: int) -> cp_model.IntVar | None:
@@ -130,7 +104,7 @@ class _OnDevice:
 
 
 def _training(
-    model: PlacementModel, moments: PeakConstraints, device: int, fixed: Term, limit_bytes: int
+    model: PlacementVariables, moments: PeakConstraints, device: int, fixed: Term, limit_bytes: int
 ) -> None:
     """Require the state, what further micro-batches keep, and the peak of one to fit.
 
@@ -152,7 +126,9 @@ def _training(
         _within(model, device, fixed + (flight - 1) * kept + moment, given)
 
 
-def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:
+def _in_flight(
+    model: PlacementVariables, device: int
+) -> Iterator[tuple[int, list[cp_model.IntVar]]]:
     """Return how many micro-batches a device holds, and the literals under which it does.
 
     Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p
@@ -180,7 +156,7 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
 
 
 def _inference(
-    model: PlacementModel, moments: PeakConstraints, device: int, fixed: Term, limit_bytes: int
+    model: PlacementVariables, moments: PeakConstraints, device: int, fixed: Term, limit_bytes: int
 ) -> None:
     """Require the live values and the running layer's workspace to fit at every step."""
     _within(model, device, fixed)

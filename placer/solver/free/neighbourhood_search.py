@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from random import Random
-from typing import TYPE_CHECKING
+
+from ortools.sat.python import cp_model
 
 from placer.solver import costs
 from placer.solver.answer import PROVEN_GAP
@@ -24,9 +25,6 @@ from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Limits
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
-
-if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
 
 SIZES = (2, 3)
 """Numbers of devices that redivide their nodes: pairs first, as their programs are small."""

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import placer
 from placer import BatchOptions
 from placer.errors import BatchError, InputError, StageError
+from placer.executor.placed_model import PlacedModel
 
 DEVICES = ["cpu:0", "cpu:1"]
 PATHS = ["captured", "hooks"]
@@ -686,9 +687,9 @@ def test_user_hooks_do_not_run_in_a_comparison() -> None:
 
 def test_batches_of_one_kind_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     flow, runs = placed(Classifier()), []
-    compared = placer.DataFlow.run_compared
+    compared = PlacedModel.run_unsplit
     monkeypatch.setattr(
-        placer.DataFlow, "run_compared", lambda self, call: runs.append(1) or compared(self, call)
+        PlacedModel, "run_unsplit", lambda self, call: runs.append(1) or compared(self, call)
     )
     for size in (8, 12, 9):
         flow(torch.randn(size, 6), chunks=3)

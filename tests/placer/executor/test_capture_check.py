@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
+from placer.executor.placed_model import PlacedModel
 from placer.testing import logical_devices
 
 
@@ -125,10 +126,10 @@ def test_a_model_with_noise_is_captured_and_left_as_it_was() -> None:
 
 def test_each_capture_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
-    original = placer.DataFlow.compare_capture
+    original = PlacedModel.difference
     monkeypatch.setattr(
-        placer.DataFlow,
-        "compare_capture",
+        PlacedModel,
+        "difference",
         lambda self, *args: compared.append(args) or original(self, *args),
     )
     with logical_devices(2):

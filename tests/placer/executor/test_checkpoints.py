@@ -122,7 +122,7 @@ def test_a_call_of_the_flow_keeps_to_checkpoints_too() -> None:
         flow(inputs).pow(2).sum().backward()
         assert any(
             isinstance(part, CheckpointedSegment)
-            for _, parts in flow._plans.values()
+            for _, parts in flow.placed._plans.values()
             for part in parts
         )
     whole(inputs).pow(2).sum().backward()

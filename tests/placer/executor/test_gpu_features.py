@@ -332,7 +332,7 @@ def test_small_calls_that_come_often_are_recorded_and_right() -> None:
             torch.testing.assert_close(
                 flow(x).cpu(), whole(x.cuda(0)).cpu(), atol=1e-10, rtol=1e-10
             )
-    recorded = [one for one in flow._streams.pipelines() if one.is_open]
+    recorded = [one for one in flow.calls.streams.pipelines() if one.is_open]
     assert len(recorded) == 2  # of both shapes
     assert {stage.not_recorded_because for one in recorded for stage in one.stages} == {""}
 

@@ -139,7 +139,7 @@ def test_the_predicted_busy_time_is_the_sum_of_the_layers_times() -> None:
         step = flow.train_step(functional.mse_loss, schedule="1f1b")
         trained = flow.measure(inputs, target, step=step, profile=profile)
         inferred = flow.eval().measure(inputs, profile=profile)
-        places = {name: str(flow._device(place)) for name, place in flow.layer_gpus.items()}
+        places = {name: str(flow.settings.device(place)) for name, place in flow.layer_gpus.items()}
     for device in trained.devices:
         forward_ms = sum(
             layer.forward_ms["toy"] for layer in profile.layers if places[layer.name] == device

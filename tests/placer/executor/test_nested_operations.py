@@ -217,7 +217,7 @@ def test_one_capture_serves_both_ways_through_the_model(
     with logical_devices(3), kept.flow() as flow:
         scatter_layers(flow, 3)
         split = [step(flow, kept.model, (x,), {}) for x in batches]
-        assert len({flow.captured(flow.laid_out(((x,), {}))) for x in batches}) == 1
+        assert len({flow.placed.captured(flow.placed.laid_out(((x,), {}))) for x in batches}) == 1
     for outcome, sign in zip(split, (1, -1), strict=True):
         assert_same(outcome, kept.whole[sign])
 

@@ -169,6 +169,6 @@ def test_what_forward_itself_changes_has_nothing_captured_anew() -> None:
     with logical_devices(2):
         flow = _placed(Net("counted"))
         flow(X)
-        (before,) = flow._plans
+        (before,) = flow.placed._plans
         flow(X)
-        assert [*flow._plans] == [before] and not flow.not_captured_because
+        assert [*flow.placed._plans] == [before] and not flow.not_captured_because

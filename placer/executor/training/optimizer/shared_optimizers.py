@@ -10,46 +10,47 @@ from weakref import WeakSet, ref
 from torch import Tensor, nn
 
 from placer.errors import InputError
+from placer.executor.placed_model import PlacedModel
 from placer.executor.training.optimizer.optimizer_update import Update
 from placer.executor.training.stages.weight_aliases import Keep
 from placer.executor.training.training_pipeline import TrainingPipeline
 
-# Flows with gradients that have waited for a step.
-_waiting: WeakSet[Any] = WeakSet()
+# Models of flows with gradients that have waited for a step.
+_waiting: WeakSet[PlacedModel] = WeakSet()
 
 _noting = Lock()
 
 
-def _all_waiting() -> list[Any]:
-    """Return the flows whose gradients wait now."""
-    # other threads may add flows while the set is iterated
+def _all_waiting() -> list[PlacedModel]:
+    """Return the models whose gradients wait now."""
+    # other threads may add models while the set is iterated
     with _noting:
-        return [flow for flow in _waiting if flow.gradients_wait]
+        return [placed for placed in _waiting if placed.gradients_wait]
 
 
-def note_waiting(flow: Any) -> None:
-    """Record that a flow's gradients wait for a step, perhaps of an optimizer of several flows.
+def note_waiting(placed: PlacedModel) -> None:
+    """Record that a model's gradients wait for a step, perhaps of an optimizer of several flows.
 
     Args:
-        flow: with ``gradients_wait``, which is True.
+        placed: with ``gradients_wait``, which is True.
     """
     with _noting:
-        _waiting.add(flow)
+        _waiting.add(placed)
 
 
-def kept(flow: Any, keep: bool) -> Keep:
+def kept(placed: PlacedModel, keep: bool) -> Keep:
     """Return a predicate for the parameters whose gradients wait for the flow's next batch.
 
     Args:
-        flow: its model may share parameters with another flow whose gradients wait.
-        keep: whether all of the flow's own gradients wait.
+        placed: the model, which may share parameters with another one whose gradients wait.
+        keep: whether all of the model's own gradients wait.
     """
     if keep:
         return lambda parameter: True
     wait = {
         id(one)
         for other in _all_waiting()
-        if other is not flow
+        if other is not placed
         for one in other.module.parameters()
     }
     return lambda parameter: id(parameter) in wait
@@ -120,9 +121,9 @@ class Others:
     def wait_no_longer(self) -> None:
         """Reset flows whose parameters were stepped together with the model's."""
         stepped = {id(parameter) for parameter in self._parameters}
-        for flow in _all_waiting() if stepped else ():
-            if any(id(parameter) in stepped for parameter in flow.module.parameters()):
-                flow.gradients_wait = False
+        for placed in _all_waiting() if stepped else ():
+            if any(id(parameter) in stepped for parameter in placed.module.parameters()):
+                placed.gradients_wait = False
 
 
 def _steps_inputs_alone(update: Update, model: nn.Module) -> bool:

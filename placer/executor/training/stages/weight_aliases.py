@@ -17,6 +17,7 @@ from placer import devices
 from placer.capture.layers import LayerGraph
 from placer.devices import Lane, Mark
 from placer.executor.engine.weak_methods import weakly
+from placer.executor.state.parameter_hooks import HOOKS, has_hooks
 from placer.executor.state.segment_state import mutated
 from placer.executor.state.state_copies import Copies, Copy
 
@@ -24,7 +25,6 @@ Keep = Callable[[Tensor], bool]
 """Whether a parameter's gradient waits for the next batch's."""
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def keep_none(parameter: Tensor) -> bool:
@@ -150,7 +150,7 @@ class Weights:
 
         They would run when its gradient is made, which passes over aliases do not do.
         """
-        if not any(chain.from_iterable(map(_HOOKS, self.parameters.values()))):
+        if not any(chain.from_iterable(map(HOOKS, self.parameters.values()))):
             return None
         return next(
             (name for name, parameter in self.parameters.items() if has_hooks(parameter)), None
@@ -292,12 +292,3 @@ class Weights:
         """Leave no parameter with a gradient, after a batch that failed."""
         for name, _ in self.aliases:
             self.parameters[name].grad = None
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether the user has hooks on a parameter; those that only look on do not count."""
-    return any(
-        not isinstance(hook, devices.Onlooker)
-        for hooks in _HOOKS(parameter)
-        for hook in (hooks or {}).values()
-    )

@@ -67,7 +67,7 @@ def test_a_compiled_stream_equals_the_unsplit_model(
     )  # always faster
     flow = _flow(model)
     _close(list(flow.stream(batches, compile=True)), expected)
-    stages = flow._streams.pipelines()[0].stages
+    stages = flow.calls.streams.pipelines()[0].stages
     assert len(flow.compiled) == len(stages)
     assert not flow.not_compiled_because and not any(stage.not_recorded_because for stage in stages)
 
@@ -88,7 +88,7 @@ def test_a_recorded_stream_equals_the_unsplit_model(name: str, interleaved: bool
         _close([result.cpu() for result in flow.stream(batches)], expected)
     reasons = [
         stage.not_recorded_because
-        for p in flow._streams.pipelines()
+        for p in flow.calls.streams.pipelines()
         for stage in p.stages
         if p.is_open
     ]
@@ -208,7 +208,9 @@ def test_a_layer_that_no_graph_can_hold_runs_eagerly_and_is_named() -> None:
     flow.update_flow()
     with pytest.warns(UserWarning, match="segment 0 of 1 on cuda:0 runs without CUDA graphs"):
         _close(list(flow.stream(batches)), expected)
-    reasons = [stage.not_recorded_because for p in flow._streams.pipelines() for stage in p.stages]
+    reasons = [
+        stage.not_recorded_because for p in flow.calls.streams.pipelines() for stage in p.stages
+    ]
     assert any("layer 'middle'" in reason for reason in reasons)
 
 
@@ -313,5 +315,5 @@ def test_calls_whose_shape_comes_again_are_recorded_and_are_the_unsplit_models()
         for _ in range(4):
             x = torch.randn(16, 3, 64, 64, dtype=torch.float64, device="cuda:0")
             torch.testing.assert_close(flow(x, chunks=4), whole(x), atol=1e-8, rtol=1e-8)
-    (pipeline,) = flow._streams.pipelines()
+    (pipeline,) = flow.calls.streams.pipelines()
     assert [stage.not_recorded_because for stage in pipeline.stages] == [""] * len(pipeline.stages)

@@ -16,6 +16,7 @@ from placer import DataFlow
 from placer.errors import StageError
 from placer.executor.inference import repeated_calls
 from placer.executor.inference.stream_pipeline import InferencePipeline
+from placer.executor.placed_calls import PlacedCalls
 from placer.executor.state.model_fingerprint import Census
 from placer.testing import logical_devices
 
@@ -51,7 +52,7 @@ def _assert_equal(result: Any, expected: Any) -> None:
 
 
 def _streamed(flow: DataFlow) -> int:
-    return len(flow._streams.pipelines())
+    return len(flow.calls.streams.pipelines())
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 3), (8, 2)])
@@ -265,7 +266,7 @@ def test_without_memory_for_recordings_a_call_is_issued_eagerly(
 def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins are taken for GPUs: of calls that are not cut theirs alone may be recorded."""
     monkeypatch.setattr(
-        DataFlow, "_can_be_streamed", lambda flow, weights: not torch.is_grad_enabled()
+        PlacedCalls, "_can_be_streamed", lambda calls, sizes: not torch.is_grad_enabled()
     )
 
 

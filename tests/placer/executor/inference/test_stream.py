@@ -62,7 +62,7 @@ def test_more_shapes_than_are_kept_still_give_what_the_unsplit_model_gives() -> 
     with logical_devices(3):
         flow = placed(model)
         results = list(flow.stream(batches))
-        assert len(flow._streams._pipelines) < 12
+        assert len(flow.calls.streams._pipelines) < 12
     assert_close(results, expected)
 
 

@@ -107,8 +107,8 @@ def test_streams_of_one_flow_with_and_without_it_stand_side_by_side() -> None:
     plain = list(flow.stream(batches))
     assert flow.compiled == flow.not_compiled_because == {}
     torch.testing.assert_close(list(flow.stream(batches, compile="aot_eager")), plain)
-    assert [len(pipeline.compiling()) for pipeline in flow._streams.pipelines()] == [0, 2]
-    kinds = {type(stage.segment) for stage in flow._streams.pipelines()[1].stages}
+    assert [len(pipeline.compiling()) for pipeline in flow.calls.streams.pipelines()] == [0, 2]
+    kinds = {type(stage.segment) for stage in flow.calls.streams.pipelines()[1].stages}
     assert kinds == {CompiledSegment}
     flow.update_flow()
     assert flow.compiled == {}
@@ -140,7 +140,8 @@ def test_a_segment_that_gains_nothing_stays_as_it_was(
         f"it is no faster: {after_ms:.3g} ms, 1 ms without"
     }
     assert not any(
-        isinstance(stage.segment, CompiledSegment) for stage in flow._streams.pipelines()[0].stages
+        isinstance(stage.segment, CompiledSegment)
+        for stage in flow.calls.streams.pipelines()[0].stages
     )
 
 

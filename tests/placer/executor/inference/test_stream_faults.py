@@ -84,7 +84,7 @@ def test_a_first_batch_that_fails_in_the_middle_leaves_its_shape_to_the_next() -
         with pytest.raises(StageError, match="batch 0"):
             next(flow.stream([torch.full((2, 3), 9)]))
         assert_close(list(flow.stream(batches)), expected)
-        (pipeline,) = flow._streams.pipelines()
+        (pipeline,) = flow.calls.streams.pipelines()
         assert all(len(stage.slots) == stage.count for stage in pipeline.stages)
 
 
@@ -160,7 +160,7 @@ def test_every_transfer_that_is_forgotten_shows_in_a_result(
         assert transfers >= 3 * len(batches)
         missed = []
         for forgotten in range(transfers):
-            flow._streams.clear()
+            flow.calls.streams.clear()
             forgetful.sent, forgetful.forgotten = 0, forgotten
             if not _caught(flow, batches, expected):
                 missed.append(forgotten)

@@ -46,7 +46,7 @@ def test_values_go_straight_from_their_maker_to_their_readers() -> None:
     model, batches = skips()
     with logical_devices(3) as places:
         flow = placed(model)
-        courier = flow._streams.courier
+        courier = flow.calls.streams.courier
         courier.trace = []
         list(flow.stream(batches[:3]))
     way = {place: index for index, place in enumerate(places)}
@@ -88,7 +88,7 @@ def test_as_many_batches_are_taken_as_fill_the_pipeline_and_two_ahead() -> None:
         flow = placed(model, 3)
         stream = flow.stream(source)
         next(stream)
-        (_, pipeline) = next(iter(flow._streams._pipelines.values()))
+        (_, pipeline) = next(iter(flow.calls.streams._pipelines.values()))
         assert len(batches) - len(list(source)) == len(pipeline.stages) + 2
 
 
@@ -117,7 +117,7 @@ def test_a_stream_that_is_closed_early_leaves_the_flow_as_it_was() -> None:
         stream = flow.stream(batches)
         assert_close([next(stream), next(stream)], expected[:2])
         stream.close()
-        assert flow._streams._moving == []
+        assert flow.calls.streams._moving == []
         assert_close(list(flow.stream(batches)), expected)
         assert_close(flow(batches[0]).detach(), expected[0])
 

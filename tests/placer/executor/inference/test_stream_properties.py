@@ -17,12 +17,12 @@ from placer.testing import logical_devices
 
 LAYERS, FEATURES, DEVICES = 4, 3, 3
 MODEL, WHOLE = twins(lambda: Skips(LAYERS, FEATURES), training=False)
-CAPTURES = DataFlow(MODEL)._program  # every flow below would make the same
+CAPTURES = DataFlow(MODEL).placed.captures  # every flow below would make the same
 
 
 def _flow(places: list[int]) -> DataFlow:
     flow = DataFlow(MODEL, fine_grained=True)
-    flow._program = CAPTURES
+    flow.placed.captures = CAPTURES
     flow.layer_gpus.update(zip(flow.layer_gpus, places, strict=False))
     flow.update_flow()
     return flow
@@ -98,7 +98,7 @@ def test_streams_that_take_turns_and_end_early_give_what_the_unsplit_model_gives
                     _check([flow(batch)], [batch])
         for index, stream in enumerate(streams):
             results[index] += stream
-        assert flow._streams._moving == []
+        assert flow.calls.streams._moving == []
         flow.undo()
     with devices.unobserved():
         for index, batches in enumerate(given_batches):

@@ -41,7 +41,7 @@ def test_tied_weights_have_one_clone_a_device() -> None:
         flow.layer_gpus.update(embedding=1, mix=0, head=1)
         flow.update_flow()
         torch.testing.assert_close(flow(TOKENS).cpu(), reference(TOKENS), atol=1e-10, rtol=1e-10)
-        (_, segments), *_ = flow._plans.values()
+        (_, segments), *_ = flow.placed._plans.values()
         used = {step.layer.name: step.state for segment in segments for step in segment.steps}
         assert used["embedding"][0] is used["head"][0]
         assert model.head.weight is model.embedding.weight
@@ -96,11 +96,11 @@ def test_clones_follow_an_optimizer_and_stay_while_others_step(fused: bool) -> N
             steps[0].step(), steps[1].step()
             with torch.no_grad():
                 torch.testing.assert_close(flow(X).cpu(), reference(X), atol=1e-10, rtol=1e-10)
-            assert flow._clones is not None
-            times_copied = flow._clones.times_copied
+            assert flow.placed.weights.clones is not None
+            times_copied = flow.placed.weights.clones.times_copied
             steps[2].step()
-            flow._clones.refresh()
-            assert flow._clones.times_copied == times_copied
+            flow.placed.weights.clones.refresh()
+            assert flow.placed.weights.clones.times_copied == times_copied
 
 
 def test_construct_module_is_a_second_flow_on_the_same_clones() -> None:

@@ -176,7 +176,7 @@ def test_a_copy_of_a_step_trains_the_copy_of_its_model() -> None:
         again = copy.deepcopy(step)
         torch.testing.assert_close(again(x, target, chunks=2), loss)
         for ours, theirs in zip(
-            twin.flow.module.parameters(), again.flow.module.parameters(), strict=True
+            twin.placed.module.parameters(), again.placed.module.parameters(), strict=True
         ):
             assert not any(torch.equal(ours, parameter) for parameter in before)
             torch.testing.assert_close(ours, theirs)

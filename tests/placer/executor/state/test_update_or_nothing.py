@@ -63,7 +63,7 @@ def _trained(clones: bool = False) -> tuple[DataFlow, torch.optim.Optimizer, tor
     else:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        flow.follow(ours)
+        flow.placed.weights.follow(ours)
         ours.step()
         users.step()
     return flow, ours, users
@@ -90,11 +90,11 @@ def _whole_state(flow: DataFlow, *optimizers: torch.optim.Optimizer) -> dict[str
         ),
         "map": list(flow.layer_gpus.items()),
         "devices": list(flow.device_ids),
-        "granularity": flow._granularity,
+        "granularity": flow.settings.granularity,
         "assignment": flow.assignment,
         "detours": devices.detours(),
-        "followed": {id(one) for one in flow._optimizers},
-        "clones": None if flow._clones is None else flow._clones.places,
+        "followed": {id(one) for one in flow.placed.weights.optimizers},
+        "clones": None if flow.placed.weights.clones is None else flow.placed.weights.clones.places,
         "tensors": {
             name: (id(one), seen(one.detach()), one.requires_grad) for name, one in state.items()
         },

@@ -140,7 +140,7 @@ def test_a_momentum_or_another_constant_of_a_module_that_is_changed() -> None:
             list(trained.flow.stream([inputs, inputs]))
     # of a model as it was before nothing is kept
     assert len(trained.step.pipelines) == 1
-    assert len(trained.flow._streams.pipelines()) == 1
+    assert len(trained.flow.calls.streams.pipelines()) == 1
 
 
 class Branching(nn.Linear):
