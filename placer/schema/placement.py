@@ -82,6 +82,18 @@ class DeviceLoad(Wire):
     bottleneck: bool = False
 
 
+class Replica(Wire):
+    """A device that holds a stage together with others and shares each micro-batch with them.
+
+    Attributes:
+        device: its name.
+        samples: the samples of each micro-batch that it computes.
+    """
+
+    device: Name
+    samples: Annotated[int, Field(ge=1)]
+
+
 class SingleDevice(Wire):
     """The best result of one device alone, to judge whether splitting pays.
 
@@ -237,6 +249,10 @@ class Placement(Wire):
         solve_time_s: seconds of solving.
         model: the name of the model's class.
         layer_devices: the device of each layer, in execution order; empty without a placement.
+        replicas: for each device of ``layer_devices`` whose layers several devices hold: all of
+            these, the device itself first. Their samples add up to ``batch_size``. The replicas at
+            one position of all devices form a pipeline of their own. Empty if every layer is on
+            one device.
         granularity: of the profile; ``update_flow`` uses it.
         training: whether a training step was placed.
         optimizer: the optimizer whose memory was assumed; None without one.
@@ -279,6 +295,7 @@ class Placement(Wire):
     model: str = ""
     # the map
     layer_devices: dict[Name, Name] = {}
+    replicas: dict[Name, tuple[Replica, ...]] = {}
     granularity: int | str = "auto"
     # the assumptions under which it was solved
     training: bool = False
