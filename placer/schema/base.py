@@ -71,6 +71,9 @@ Recompute = Literal["never", "auto", "always"]
 """Whether a device runs forward again before each backward pass; ``auto``: only if memory requires
 it."""
 
+Replicas = Literal["never", "auto"]
+"""Whether stages may be replicated; ``auto``: where this makes the objective smaller."""
+
 Limiting = Literal["memory", "link", "layer", "work"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 

@@ -23,6 +23,7 @@ from placer.schema.base import (
     Name,
     Objective,
     Recompute,
+    Replicas,
     ScheduleChoice,
     Steps,
     Transfers,
@@ -127,6 +128,13 @@ class SolveOptions(Wire):
 
     ``alone``: a step from idle devices to idle devices. ``in-a-row``: one of many steps; a device
     begins it as soon as it has finished its own part of the step before."""
+
+    replicas: Replicas = "never"
+    """Whether several devices may hold the same stage and share each batch.
+
+    ``auto``: in training, under objectives ``step`` and ``throughput``, also consider data
+    parallelism, and pipelines that are replicated on equal groups of devices. Placements that pin
+    or forbid layers have no replicas. See the page about replicas in the documentation."""
 
     transfers: Transfers = "added"
     """How transfers count: as time added to compute, or overlapped with it.

@@ -28,7 +28,8 @@ class MemoryUse(Wire):
 
     Attributes:
         param_bytes: parameters.
-        grad_bytes: their gradients.
+        grad_bytes: their gradients; where replicas share a stage, also the buffer that receives
+            the gradients of the largest bucket.
         optimizer_bytes: the optimizer's state.
         buffer_bytes: buffers.
         activation_bytes: values and, in training, all tensors saved by micro-batches in flight; at
@@ -195,6 +196,9 @@ class StepChoice(Wire):
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether each device has one stage.
+        replicas: pipelines among which each micro-batch is shared.
+        stages: the devices of a pipeline in the shortest step found; None without one, and where
+            no replicas were asked for.
         objective_value: the shortest step found, in ms; None without one.
         bound: a proven lower bound of the step, in ms; None if there is no feasible step.
     """
@@ -203,6 +207,8 @@ class StepChoice(Wire):
     chunks: Annotated[int, Field(ge=1)]
     schedule: Schedule
     contiguous: bool
+    replicas: Annotated[int, Field(ge=1)] = 1
+    stages: Annotated[int, Field(ge=1)] | None = None
     objective_value: Annotated[float, Field(ge=0)] | None = None
     bound: Annotated[float, Field(ge=0)] | None = None
 
@@ -216,6 +222,11 @@ class Step(Wire):
         bubble: the idle share of the used devices' time, from 0 to 1: of an isolated step while
             micro-batches run, or of a steady-state step.
         optimizer_ms: the optimizer's time at the end of an isolated step.
+        reduction_ms: the time in which replicas sum up gradients and exchange the new parameters,
+            on the device that waits longest for it; 0 without replicas.
+        reduction_hidden_ms: the part of it during which this device still runs backward passes.
+        measured_batch_sizes: the measured micro-batch sizes between which the times of the shares
+            of unlike devices are interpolated; empty if every share has a measured size.
         steps: the minimised step: isolated (``alone``) or steady-state (``in-a-row``).
         alone_ms: time of an isolated step, from idle devices to idle devices.
         in_a_row_ms: time of a steady-state step.
@@ -227,6 +238,9 @@ class Step(Wire):
     samples_per_s: Annotated[float, Field(ge=0)] | None
     bubble: Annotated[float, Field(ge=0, le=1)]
     optimizer_ms: Milliseconds = 0.0
+    reduction_ms: Milliseconds = 0.0
+    reduction_hidden_ms: Milliseconds = 0.0
+    measured_batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
     steps: Steps = "alone"
     alone_ms: Annotated[float, Field(ge=0)] | None = None
     in_a_row_ms: Annotated[float, Field(ge=0)] | None = None
@@ -242,7 +256,9 @@ class Placement(Wire):
         status: ``optimal``: proven; ``feasible``: the best found in time; ``infeasible``: proven to
             have no solution; ``unknown``: none found in time.
         objective: the minimised quantity.
-        objective_value: its value, ms or bytes; None without a placement.
+        objective_value: its value, ms or bytes; None without a placement. Under the objective
+            ``throughput``, R replicas share micro-batches that are R times the profiled size; the
+            value is the busiest device's time for such a micro-batch, divided by R.
         bound: a proven lower bound of the objective.
         gap: (objective_value - bound) / objective_value.
         method: the algorithm that found and proved it.

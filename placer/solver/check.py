@@ -13,7 +13,7 @@ from math import inf
 
 from placer.errors import PlacementError
 from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
-from placer.solver.referee import recompute, step
+from placer.solver.referee import recompute, replicas, step
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
 from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, times_of
@@ -40,6 +40,9 @@ def check(request: PlacementRequest, placement: Placement) -> None:
         PlacementError: what is claimed, and what is true.
     """
     equal("id", placement.id, request.content_hash())
+    if placement.replicas:
+        _check_replicas(request, placement)
+        return
     asked = step.chosen(request, placement) if request.objective == "step" else request
     if asked is None:
         raise PlacementError(
@@ -73,6 +76,48 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     _check_limits(request, placement)
     if reading is not None:
         step.check_said(request, reading, placement)
+
+
+def _check_replicas(request: PlacementRequest, placement: Placement) -> None:
+    """Check a placement with replicas: each pipeline by itself, then what they exchange."""
+    is_step = request.objective == "step"
+    require((placement.step is not None) == is_step, "step comes with objective 'step' alone")
+    replicas.check_shares(request, placement)
+    replicas.check_idle(request, placement)
+    rate_of = replicas.rates(request, placement)
+    largest = max(load.load_ms for load in placement.devices)
+    readings, exchanged, busiest = [], [], 0.0
+    for claimed in replicas.pipelines(request, placement):
+        own = claimed.placement
+        asked = step.chosen(claimed.request, own) if is_step else claimed.request
+        if asked is None:
+            raise PlacementError(
+                f"a pipeline cannot run {own.chunks} times {own.batch_size} samples"
+            )
+        _check_header(asked, own)
+        where = own.layer_devices
+        _check_recompute(asked, where, own)
+        repeated = recompute.repeated(asked, where, own.recompute)
+        _check_rules(repeated, where, own.contiguous)
+        _check_stages(repeated, where, own)
+        reading = _reading(repeated, where, own.stages, own.in_flight or None)
+        _check_in_flight(repeated, own, reading)
+        if reading is None:
+            repeated = replicas.with_amortised_exchange(repeated, where, rate_of)
+            busiest = max(busiest, busiest_ms(repeated, where))
+        else:
+            readings.append(reading)
+            exchanged.append(replicas.exchange_readings(asked, reading, rate_of))
+        _check_loads(repeated, where, own, reading, largest)
+    if is_step:
+        _check_value(placement, replicas.check_step(request, placement, readings, exchanged))
+        step.check_choices(request, placement)
+    else:
+        count = len(next(iter(placement.replicas.values())))
+        _check_value(placement, busiest / count)
+    _check_single_device(request, placement)
+    _check_ties(request, placement)
+    _check_limits(request, placement)
 
 
 def _check_header(request: PlacementRequest, placement: Placement) -> None:
@@ -268,15 +313,21 @@ def _check_recompute(request: PlacementRequest, where: Where, placement: Placeme
 
 
 def _check_loads(
-    request: PlacementRequest, where: Where, placement: Placement, reading: step.StepReading | None
+    request: PlacementRequest,
+    where: Where,
+    placement: Placement,
+    reading: step.StepReading | None,
+    largest: float | None = None,
 ) -> None:
+    """Check the load of each device; ``largest`` is the load of the busiest one if not of these."""
     equal(
         "devices",
         [load.device for load in placement.devices],
         [device.name for device in request.devices],
     )
-    largest = max(load.load_ms for load in placement.devices)
-    memory = Memory(request, where, placement.contiguous)
+    if largest is None:
+        largest = max(load.load_ms for load in placement.devices)
+    memory = Memory(request, where, placement.contiguous, is_reduced=bool(placement.replicas))
     times, layers = times_of(request, where), _by_device(request, where)
     for device, load in zip(request.devices, placement.devices, strict=True):
         equal(f"layers of {device.name}", load.layers, len(layers[device.name]))
@@ -314,6 +365,7 @@ def _check_state(
     request: PlacementRequest, layers: list[Layer], load: DeviceLoad, memory: Memory
 ) -> None:
     copied = dict(zip(("param_bytes", "grad_bytes"), memory.copies(load.device), strict=True))
+    copied["grad_bytes"] += memory.reduced_bytes(load.device)
     for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
         counts = request.is_training or kind in ("param_bytes", "buffer_bytes")
         true = (sum(getattr(layer, kind) for layer in layers) + copied.get(kind, 0)) * counts
@@ -440,10 +492,15 @@ def _by_segment(request: PlacementRequest, contiguous: bool) -> bool:
 def _check_objective(
     request: PlacementRequest, where: Where, placement: Placement, reading: step.StepReading | None
 ) -> None:
+    _check_value(placement, _objective(request, where, placement, reading))
+
+
+def _check_value(placement: Placement, true: float) -> None:
+    """Raise unless the objective is what is true, and bound, gap and status belong to it."""
     value, bound, gap = placement.objective_value, placement.bound, placement.gap
     if value is None or bound is None or gap is None:
         raise PlacementError("a placement comes with objective_value, bound and gap")
-    near("objective_value", value, _objective(request, where, placement, reading))
+    near("objective_value", value, true)
     require(bound <= value, f"bound {bound} is above objective_value {value}")
     near("gap", gap, (value - bound) / value if value else 0.0, absolute=1e-9)
     require(

@@ -49,6 +49,9 @@ in the profile's order. Objective ``step``: that; for steady-state steps
 orders of segments under ``interleaved`` it is the shortest for whose micro-batches in flight every
 device has memory.
 
+**Replicas**: ``replicas/replication.py`` and ``replicas/gradient_exchange.py`` say what several
+pipelines add that share each batch.
+
 **Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A
 layer starts when its device is free and every value that it reads is there::
 
@@ -65,7 +68,7 @@ The objective is the two added. Links are never waited for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 
@@ -76,6 +79,8 @@ from placer.solver import pipelines
 from placer.solver.components import topological_order
 from placer.solver.memory import Footprint, SegmentMemory, footprint, held_by_device
 from placer.solver.problem import ROUNDING, Problem
+from placer.solver.replicas import gradient_exchange
+from placer.solver.replicas.gradient_exchange import Exchange
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
@@ -101,6 +106,7 @@ class Costs:
         recompute: the devices that recompute.
         pipeline: the stages, and what passes between them; under objective ``step`` alone.
         plan: the order of their passes; under objective ``step`` alone.
+        exchanges: what each device exchanges with its replicas; under objective ``step`` alone.
     """
 
     compute_ms: tuple[float, ...]
@@ -115,6 +121,7 @@ class Costs:
     recompute: frozenset[int] = frozenset()
     pipeline: Pipeline | None = field(default=None, repr=False)
     plan: Plan | None = field(default=None, repr=False)
+    exchanges: Mapping[int, Exchange] = field(default_factory=dict, repr=False)
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:
@@ -154,6 +161,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
     pipeline = plan = None
+    exchanged: dict[int, Exchange] = {}
     rooms: Callable[[], tuple[int, ...]] = cache(
         partial(_rooms, problem, stages, footprints, again)
     )
@@ -176,6 +184,10 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
                 problem, pipeline, room=rooms() or None if problem.weights_apart else None
             )
         rooms = partial(getattr, plan, "in_flight")
+        if problem.replication is not None:
+            stage_of, _ = pipelines.staged(problem, assignment, stages)
+            exchanged = gradient_exchange.exchanges(problem, pipeline, plan, stage_of)
+            pipeline = gradient_exchange.with_exchanges(pipeline, exchanged)
         value = pipelines.step_ms(problem, pipeline, plan)
     else:
         value = _objective(problem, assignment, load, use, again)
@@ -191,6 +203,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
         again,
         pipeline,
         plan,
+        exchanged,
     )
 
 

@@ -100,6 +100,10 @@ own, for which the values of another segment count as made and read elsewhere, o
                (in_flight(s) * (max over t of O(s, t) + crossing(s) + landing(s))
                 + max over t of P(s, t))
 
+Where replicas share a stage, optimizer(d) is one replica's part of the state, see
+``replicas/replication.py``, and gradients(d) includes a buffer of the size of the largest bucket of
+gradients that they reduce.
+
 A device that recomputes runs forwards once more before each backward pass. Of further micro-batches
 it keeps only what comes in, and its weight-gradient passes do not run apart::
 
@@ -116,6 +120,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from placer.schedule.buckets import gradient_buckets
 from placer.schema import MemoryUse
 from placer.solver import pipelines
 from placer.solver.problem import Problem, Value
@@ -242,6 +247,8 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     state["grad_bytes"] = sum(layer.grad_bytes for layer in layers) + sum(
         copy.grad_bytes for copy in copies
     )
+    if problem.replication is not None:
+        state["grad_bytes"] += largest_bucket_bytes(problem, held)
     state["optimizer_bytes"] = sum(layer.optimizer_bytes for layer in layers)
     kept = kept_by_step(problem, held)
     activations, workspace = _worst_of_training(problem, held, kept)
@@ -254,6 +261,22 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     return Footprint(
         one, sum(kept.values()), entering, recorded(problem, held) if problem.recorded else None
     )
+
+
+def largest_bucket_bytes(problem: Problem, held: Held) -> int:
+    """Return the bytes of the largest bucket of gradients that a device's replicas reduce."""
+    stages = [held.layers]
+    if not problem.one_stage_each:
+        # layers without a gap between them are a segment
+        numbered = enumerate(held.layers)
+        runs = itertools.groupby(numbered, key=lambda pair: pair[1] - pair[0])
+        stages = [[layer for _, layer in run] for _, run in runs]
+    largest = 0
+    for stage in stages:
+        sizes = [problem.layers[layer].grad_bytes for layer in stage]
+        buckets = gradient_buckets(sizes)
+        largest = max([largest, *(sum(sizes[place] for place in one) for one in buckets)])
+    return largest
 
 
 class FootprintCache:

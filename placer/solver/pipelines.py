@@ -16,6 +16,9 @@ from placer.schedule import Pipeline, Plan, Transfer
 from placer.schema import Schedule
 from placer.solver.problem import Problem
 
+SizeMs = Callable[[int], float]
+"""The time of an exchange of so many bytes, in milliseconds."""
+
 HasRoom = Callable[[Sequence[int]], bool]
 """Whether devices have memory for so many micro-batches in flight, by stage."""
 
@@ -153,6 +156,18 @@ def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
         if problem.training
         else 0.0
     )
+
+
+def slot_ms(problem: Problem, layer: int, device: int) -> float:
+    """Return what a layer adds at least to a device's time between two steps, in milliseconds.
+
+    It is the optimizer's step and, with replicas, the gathering of parameters without latency.
+    """
+    time_ms = optimizer_ms(problem, layer, device)
+    if problem.replication is not None:
+        gather = problem.replication.gather[device]
+        time_ms += gather.byte_ms * problem.layers[layer].grad_bytes
+    return time_ms
 
 
 def _transfers(

@@ -11,6 +11,7 @@ from typing import Self
 from placer.errors import InputError
 from placer.schema import Device, Edge, Layer, Link, PlacementRequest, Recompute
 from placer.solver.components import closed_groups, strong_components
+from placer.solver.replicas.replication import Replication
 
 LARGEST_BYTES = 2**60
 """The largest sum of memory figures in bytes, so that sums stay exact in 64-bit integers."""
@@ -143,6 +144,7 @@ class Problem:
             with.
         shared: parameters that devices hold copies of. Bounds may leave them out, as copies only
             add to what is held.
+        replication: what replicas of the devices add to the costs; None without replicas.
     """
 
     request: PlacementRequest
@@ -162,6 +164,7 @@ class Problem:
     untaxed: frozenset[int] = frozenset()
     loose: frozenset[int] = frozenset()
     shared: tuple[SharedState, ...] = ()
+    replication: Replication | None = None
 
     @classmethod
     def from_request(cls, request: PlacementRequest) -> Self:

@@ -13,7 +13,7 @@ asked for thresholds on merged graphs (``merges.py``) and for parts of the place
 (``cpsat/model.py``). Graphs with few ideals need no program (``contiguous/ideals.py``), nor do
 devices of few classes over unlike links (``order_search.py``). Objectives ``step`` and ``devices``
 have their own searches (``step_search.py``, ``fewest_devices.py``), which use this one for small
-bottlenecks.
+bottlenecks. Where replicas are asked for, ``replica_search.py`` runs these searches for each shape.
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ from placer.solver.free import free_search
 from placer.solver.latency import latency_search
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
+from placer.solver.replicas.gradient_exchange import with_amortised_exchanges
+from placer.solver.replicas.replica_search import Answered, ReplicaSearch
+from placer.solver.replicas.replica_shapes import may_replicate
+from placer.solver.replicas.replication import Replication
 from placer.solver.search import Incumbent, Progress, Search
-from placer.solver.step.choices import questions
+from placer.solver.step.choices import questions, said
 from placer.solver.step.step_search import StepSearch
 
 
@@ -115,7 +119,9 @@ def solve(
             f"solve was given {kind_of(request)}; give a placer.PlacementRequest(profile=profile)"
         )
     meter = Meter(request.work_limit or inf)
-    if request.objective == "step":
+    if may_replicate(request):
+        placement = _replica_search(request, progress, stop, meter).answer()
+    elif request.objective == "step":
         placement = _step_search(request, progress, stop, meter).answer()
     elif request.objective == "devices":
         placement = _fewest_search(request, progress, stop, meter).answer()
@@ -173,15 +179,51 @@ def _smallest(
     return Portfolio(problem, progress, stop, meter=meter, began=search.began).answer()
 
 
-def _step_search(
+def _replica_search(
     request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
+) -> ReplicaSearch:
+    """Return the search over shapes, with searches for the placement of one pipeline inside."""
+
+    def pipeline(
+        asked: PlacementRequest,
+        progress: Progress | None,
+        meter: Meter,
+        replication: Replication | None,
+        known_ms: float,
+    ) -> Answered:
+        if asked.objective == "step":
+            search = _step_search(asked, progress, stop, meter, replication, known_ms)
+            return Answered(search.answer(), tuple(map(said, search.choices)))
+        problem = Problem.from_request(asked)
+        if replication is not None:
+            problem = with_amortised_exchanges(problem, replication)
+        return Answered(_smallest(problem, progress, stop, meter), ())
+
+    return ReplicaSearch(request, pipeline, progress, stop, meter)
+
+
+def _step_search(
+    request: PlacementRequest,
+    progress: Progress | None,
+    stop: threading.Event | None,
+    meter: Meter,
+    replication: Replication | None = None,
+    known_ms: float = inf,
 ) -> StepSearch:
     """Return the search over micro-batches, schedules and maps, with bottleneck searches inside."""
 
     def bottleneck(problem: Problem, allowed: Meter, enough: float | None) -> Placement:
         return Portfolio(problem, None, stop, enough=enough, meter=allowed).answer()
 
-    return StepSearch(request, progress, stop, meter, search=bottleneck)
+    return StepSearch(
+        request,
+        progress,
+        stop,
+        meter,
+        replication=replication,
+        known_ms=known_ms,
+        search=bottleneck,
+    )
 
 
 def _fewest_search(

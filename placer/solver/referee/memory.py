@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
+from placer.schedule.buckets import gradient_buckets
 from placer.schema import Edge, Layer, PlacementRequest
 
 Split = tuple[int, int]
@@ -27,11 +28,17 @@ class Memory:
         request: the question.
         where: by layer, its device.
         contiguous: whether each device has one stage.
+        is_reduced: whether replicas reduce the gradients.
     """
 
     def __init__(
-        self, request: PlacementRequest, where: Mapping[str, str], contiguous: bool
+        self,
+        request: PlacementRequest,
+        where: Mapping[str, str],
+        contiguous: bool,
+        is_reduced: bool = False,
     ) -> None:
+        self._is_reduced = is_reduced
         self._contiguous = contiguous
         self._request, self._training, self._where = request, request.is_training, where
         self._step_share = request.profile.optimizer_step_share
@@ -68,8 +75,26 @@ class Memory:
             state += (
                 sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
                 + self.copies(device)[1]
+                + self.reduced_bytes(device)
             )
         return state + sum(max(self.splits(device, flight, again, backwards), key=sum))
+
+    def reduced_bytes(self, device: str) -> int:
+        """Return the bytes of the largest bucket of gradients that replicas of a device reduce."""
+        if not self._is_reduced:
+            return 0
+        largest = run = 0
+        runs: dict[int, list[int]] = defaultdict(list)
+        before = -1
+        for layer in self._layers[device]:
+            place = self._order[layer.name]
+            run += not self._contiguous and place != before + 1
+            before = place
+            runs[run].append(layer.grad_bytes)
+        for sizes in runs.values():
+            for bucket in gradient_buckets(sizes):
+                largest = max(largest, sum(sizes[place] for place in bucket))
+        return largest
 
     def copies(self, device: str) -> tuple[int, int]:
         """Return the copies of shared parameters on a device, and their gradients.

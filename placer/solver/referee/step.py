@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from placer.schedule import Pipeline, Plan, Transfer, in_a_row_ms, plan, roomy_plans, step_ms
-from placer.schema import Edge, Placement, PlacementRequest
+from placer.schema import Edge, Layer, Placement, PlacementRequest
 from placer.solver.referee import recompute, steady_state
 from placer.solver.referee.claims import equal, near, require
 
@@ -158,6 +158,30 @@ class StepReading:
             else None,
             training=self._request.is_training,
         )
+
+    def device_of(self, stage: int) -> str:
+        """Return the device of a stage."""
+        return self._devices[stage]
+
+    def duration(self, stage: int, phase: str) -> float:
+        """Return the time of a pass of a stage."""
+        return self._duration((stage, phase, 0))
+
+    def last_pass_ms(self, layer: Layer) -> float:
+        """Return a layer's time in the last pass of its stage, without a repeated forward pass."""
+        kind = self._types[self._where[layer.name]]
+        whole = layer.backward_ms[kind]
+        if not self.plan.split:
+            return whole
+        return min(whole, layer.weights_ms.get(kind, whole / 2 if layer.grad_bytes else 0.0))
+
+    def optimizer_of(self, device: str) -> float:
+        """Return the time of the optimizer's step on a device."""
+        return self._optimizer_ms[device]
+
+    def set_optimizer(self, device: str, time_ms: float) -> None:
+        """Set the time between the last pass of a device and its first one in the next step."""
+        self._optimizer_ms[device] = time_ms
 
     @property
     def pipeline(self) -> Pipeline:
@@ -339,12 +363,9 @@ def check_said(request: PlacementRequest, reading: StepReading, placement: Place
     Raises:
         PlacementError: what is claimed, and what is true.
     """
-    step, value = placement.step, placement.objective_value or 0.0
+    step = placement.step
     assert step is not None  # check() has looked
-    size = request.batch_size or request.chunks * request.profile.batch_size
-    equal("step.batch_size", step.batch_size, size)
-    if step.samples_per_s is not None:
-        near("step.samples_per_s", step.samples_per_s * value, 1e3 * size)
+    check_choices(request, placement)
     equal("step.steps", step.steps, request.steps)
     for name, claimed, true in (
         ("alone_ms", step.alone_ms, reading.alone_ms),
@@ -353,6 +374,26 @@ def check_said(request: PlacementRequest, reading: StepReading, placement: Place
         near(f"step.{name}", inf if claimed is None else claimed, true)
     equal("step.in_flight", step.in_flight, reading.plan.in_flight)
     near("step.optimizer_ms", step.optimizer_ms, reading.optimizer_ms())
+    equal("step.reduction_ms", (step.reduction_ms, step.reduction_hidden_ms), (0.0, 0.0))
+
+
+def check_choices(request: PlacementRequest, placement: Placement) -> None:
+    """Raise on what is said of the batch and of the choices and is not so.
+
+    Args:
+        request: the question.
+        placement: the answer, with a step.
+
+    Raises:
+        PlacementError: what is claimed, and what is true.
+    """
+    step, value = placement.step, placement.objective_value or 0.0
+    assert step is not None  # check() has looked
+    size = request.batch_size or request.chunks * request.profile.batch_size
+    equal("step.batch_size", step.batch_size, size)
+    equal("samples of all micro-batches", placement.chunks * placement.batch_size, size)
+    if step.samples_per_s is not None:
+        near("step.samples_per_s", step.samples_per_s * value, 1e3 * size)
     found = [one.objective_value for one in step.choices if one.objective_value is not None]
     near("the best of step.choices", min(found), value)
     bounds = [one.bound for one in step.choices if one.bound is not None]

@@ -19,6 +19,7 @@ from placer.schema import (
 from placer.solver import costs
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
+from placer.solver.replicas.replication import Replication
 from placer.solver.step import step_bounds
 
 TRAINING: tuple[Schedule, ...] = ("1f1b", "zero-bubble", "fill-drain")
@@ -191,9 +192,14 @@ def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
         yield False, "interleaved"
 
 
-def choice_of(asked: PlacementRequest) -> Choice:
-    """Return a question with all chosen but the map; nothing is known of it yet."""
-    problem = Problem.from_request(asked)
+def choice_of(asked: PlacementRequest, replication: Replication | None = None) -> Choice:
+    """Return a question with all chosen but the map; nothing is known of it yet.
+
+    Args:
+        asked: the question.
+        replication: what replicas of its devices cost; None without replicas.
+    """
+    problem = replace(Problem.from_request(asked), replication=replication)
     return Choice(problem, reduced(problem))
 
 
@@ -231,11 +237,16 @@ def said(choice: Choice) -> StepChoice:
     request = choice.problem.request
     assert request.schedule != "auto"
     found = choice.devices is not None
+    replication = choice.problem.replication
+    replicas = 1 if replication is None else replication.replicas
+    stages = len(set(choice.devices)) if choice.devices is not None else None
     return StepChoice(
-        batch_size=request.profile.batch_size,
+        batch_size=replicas * request.profile.batch_size,
         chunks=request.chunks,
         schedule=request.schedule,
         contiguous=choice.problem.contiguous,
+        replicas=replicas,
+        stages=stages if request.replicas == "auto" else None,
         objective_value=choice.value if found else None,
         bound=min(choice.bound, choice.value) if choice.reason is None else None,
     )

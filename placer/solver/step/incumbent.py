@@ -21,6 +21,7 @@ from placer.solver import costs
 from placer.solver.answer import PROVEN_GAP
 from placer.solver.cpsat.runner import PER_WORK, Meter
 from placer.solver.problem import Problem
+from placer.solver.replicas.replication import Replication
 from placer.solver.search import Progress
 from placer.solver.step import step_answer
 from placer.solver.step.choices import Choice
@@ -51,6 +52,8 @@ class BestStep:
         progress: as for ``solve``.
         stop: set it to end the search with the best so far.
         meter: counts the work, and ends the search when its limit is reached.
+        replication: what replicas of the devices cost; None without replicas.
+        known_ms: a step that another search has found: choices that cannot be shorter are closed.
         choices: the choices that contain the answer.
         best: the choice with the shortest step so far.
         method: the method that found it.
@@ -62,6 +65,8 @@ class BestStep:
     progress: Progress | None = None
     stop: threading.Event | None = None
     meter: Meter = field(default_factory=Meter)
+    replication: Replication | None = None
+    known_ms: float = inf
     began: float = field(default_factory=monotonic)
     choices: list[Choice] = field(init=False)
     best: Choice = field(init=False)
@@ -120,7 +125,7 @@ class BestStep:
 
     def _better(self) -> float:
         """Return the step from which a placement counts as better than the best so far."""
-        return self.best.value * (1 - PROVEN_GAP / 2)
+        return min(self.best.value, self.known_ms) * (1 - PROVEN_GAP / 2)
 
     def _closed(self, choice: Choice) -> bool:
         return choice.bound >= self._better() or choice.reason is not None

@@ -8,9 +8,14 @@ from dataclasses import replace
 from placer import schedule
 from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
 from placer.solver import answer, costs, pipelines, ties
+from placer.solver.problem import Problem
+from placer.solver.replicas.gradient_exchange import Exchange
 from placer.solver.search import Incumbent
 from placer.solver.step.choices import Choice, said
 from placer.utils.units import count_text
+
+NO_EXCHANGE = Exchange(reduce_ms=0.0, exposed_ms=0.0, gather_ms=0.0, optimizer_ms=0.0)
+"""The exchange of a device without replicas."""
 
 SHORTEST_MS = 1e-9
 """Length of a step below which samples per second are not reported."""
@@ -37,7 +42,7 @@ def found(
     assert best.devices is not None
     bound = max(0.0, min(bound_of(choices), best.value))
     placement = answer.found(best.problem, best.devices, bound, method, time_s)
-    single = _single_device(choices)
+    single = single_device([choice.problem for choice in choices])
     speedup = single.objective_value / best.value if best.value else None
     fields = {"id": request.content_hash(), "single_device": single, "speedup": speedup}
     return placement.model_copy(
@@ -75,7 +80,10 @@ def nothing(request: PlacementRequest, choices: Sequence[Choice], time_s: float)
     reason = None if open_choices else _told(told, choices)
     placement = answer.nothing(told.problem, reason, bound_of(choices), "each choice", time_s)
     return placement.model_copy(
-        update={"id": request.content_hash(), "single_device": _single_device(choices)}
+        update={
+            "id": request.content_hash(),
+            "single_device": single_device([choice.problem for choice in choices]),
+        }
     )
 
 
@@ -100,9 +108,9 @@ def _distance(choice: Choice) -> tuple[bool, int]:
     return not short, short
 
 
-def _single_device(choices: Sequence[Choice]) -> SingleDevice:
-    """Return the best that one device does, whatever the choice."""
-    singles = [answer.single_device(choice.problem) for choice in choices]
+def single_device(problems: Sequence[Problem]) -> SingleDevice:
+    """Return the best that one device does, whatever the choice of which these are the problems."""
+    singles = [answer.single_device(problem) for problem in problems]
     return min(singles, key=lambda single: (not single.fits, single.objective_value, single.device))
 
 
@@ -117,6 +125,13 @@ def _step(
     assert result is not None and result.pipeline is not None and result.plan is not None
     pipeline, plan = result.pipeline, result.plan
     optimizer = pipeline.optimizer_by_device()
+    if result.exchanges:
+        optimizer = {device: one.optimizer_ms for device, one in result.exchanges.items()}
+    longest = max(
+        result.exchanges.values(),
+        key=lambda one: (one.exposed_ms, one.total_ms),
+        default=NO_EXCHANGE,
+    )
     timeline = schedule.simulate(pipeline, plan)
     in_a_row_ms, bubble = schedule.in_a_row_ms(pipeline, plan), timeline.bubble
     if pipelines.in_a_row(problem) and in_a_row_ms > 0:
@@ -129,6 +144,8 @@ def _step(
         else None,
         bubble=min(1.0, max(0.0, bubble)),
         optimizer_ms=max(optimizer.values(), default=0.0),
+        reduction_ms=longest.total_ms,
+        reduction_hidden_ms=max(0.0, longest.hidden_ms),
         steps=request.steps,
         alone_ms=pipelines.alone_ms(pipeline, plan),
         in_a_row_ms=in_a_row_ms,

@@ -111,7 +111,9 @@ class StepSearch(BestStep):
 
     def answer(self) -> Placement:
         """Return the best placement of the best choice; not yet checked."""
-        self.choices = in_order(map(choice_of, questions(self.request)))
+        self.choices = in_order(
+            choice_of(asked, self.replication) for asked in questions(self.request)
+        )
         self.best = self.choices[0]
         self.random = Random(self.request.seed)
         # First a feasible answer, then bounds, then search: with a short time limit, something is

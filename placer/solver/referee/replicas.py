@@ -1,0 +1,372 @@
+"""The referee's own check of replicas: shares, devices, and the exchange of gradients.
+
+Each pipeline is checked as a placement of its own, of a batch of its shares. Then the exchange is
+computed a second time by the formulas in the docstrings of ``solver/replicas``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from placer.schedule.buckets import ADD_BYTES_PER_S, gradient_buckets
+from placer.schema import (
+    DeviceLoad,
+    Edge,
+    Layer,
+    Link,
+    Placement,
+    PlacementRequest,
+    Profile,
+)
+from placer.solver.referee.claims import equal, near, require
+from placer.solver.referee.step import StepReading
+
+Rate = tuple[float, float]
+"""Latency of an exchange in ms, and ms for each byte of gradients."""
+
+
+class PipelineClaim(NamedTuple):
+    """One of several pipelines, as a placement of its own.
+
+    Attributes:
+        request: what the pipeline is asked for; the profile is of its share.
+        placement: what is claimed of it.
+    """
+
+    request: PlacementRequest
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class ExchangeReading:
+    """The exchange of one device in a step, in milliseconds."""
+
+    reduce_ms: float
+    exposed_ms: float
+    gather_ms: float
+    optimizer_ms: float
+
+
+def check_shares(request: PlacementRequest, placement: Placement) -> None:
+    """Raise unless replicas are allowed, and share each micro-batch on devices of their own."""
+    claimed = placement.replicas
+    rules = request.constraints
+    require(
+        request.replicas == "auto"
+        and request.is_training
+        and not (rules.pinned or rules.forbidden),
+        "replicas are given, but the request allows none",
+    )
+    require(
+        request.objective in ("step", "throughput"),
+        f"replicas are given under objective {request.objective!r}",
+    )
+    equal("devices of replicas", sorted(claimed), sorted(set(placement.layer_devices.values())))
+    counts = {len(members) for members in claimed.values()}
+    require(
+        len(counts) == 1 and counts != {1},
+        f"stages have {sorted(counts)} replicas, not equally many",
+    )
+    used = [replica.device for members in claimed.values() for replica in members]
+    require(len(set(used)) == len(used), "a device holds several replicas")
+    require(
+        set(used) <= {device.name for device in request.devices},
+        "a replica is on a device that the cluster does not have",
+    )
+    for device, members in claimed.items():
+        equal(f"first replica of {device}", members[0].device, device)
+    shares = {tuple(one.samples for one in members) for members in claimed.values()}
+    require(len(shares) == 1, f"stages share micro-batches in several ways: {sorted(shares)}")
+    (samples,) = shares
+    equal("sum of shares", sum(samples), placement.batch_size)
+    if len(claimed) > 1 or request.objective == "throughput":
+        require(
+            len(set(samples)) == 1, f"pipelines of several stages have unequal shares {samples}"
+        )
+    least, most = rules.min_devices or 1, rules.max_devices or len(used)
+    require(
+        least <= len(used) <= most, f"{len(used)} devices are used, {least} to {most} are allowed"
+    )
+
+
+def pipelines(request: PlacementRequest, placement: Placement) -> list[PipelineClaim]:
+    """Return each pipeline as a placement of its own; shares have been checked."""
+    count = len(next(iter(placement.replicas.values())))
+    return [_pipeline(request, placement, number, count) for number in range(count)]
+
+
+def _pipeline(
+    request: PlacementRequest, placement: Placement, number: int, count: int
+) -> PipelineClaim:
+    name_of = {first: members[number].device for first, members in placement.replicas.items()}
+    own = set(name_of.values())
+    samples = next(iter(placement.replicas.values()))[number].samples
+    profile = _with_part_of_optimizer(_profile_of(request, samples), count)
+    links = tuple(
+        link for link in request.placed_on.links if link.source in own and link.target in own
+    )
+    cluster = request.placed_on.model_copy(
+        update={
+            "devices": tuple(device for device in request.devices if device.name in own),
+            "links": links,
+        }
+    )
+    rules = request.constraints.model_copy(update={"max_devices": None, "min_devices": None})
+    changed = {"profile": profile, "profiles": (), "cluster": cluster, "constraints": rules}
+    if request.objective == "step":
+        changed["batch_size"] = placement.chunks * samples
+    else:
+        equal("chunks of all replicas", placement.chunks * count, request.chunks)
+        changed["chunks"] = placement.chunks
+    asked = request.model_copy(update=changed)
+    claimed = {
+        "layer_devices": {layer: name_of[d] for layer, d in placement.layer_devices.items()},
+        "stages": tuple(name_of[device] for device in placement.stages),
+        "recompute": tuple(name for name in placement.recompute if name in own),
+        "devices": tuple(load for load in placement.devices if load.device in own),
+        "batch_size": samples,
+    }
+    return PipelineClaim(asked, placement.model_copy(update=claimed))
+
+
+def check_idle(request: PlacementRequest, placement: Placement) -> None:
+    """Raise unless devices without a replica are idle, and the busiest ones are marked."""
+    used = {replica.device for members in placement.replicas.values() for replica in members}
+    equal(
+        "devices",
+        [load.device for load in placement.devices],
+        [device.name for device in request.devices],
+    )
+    for load in placement.devices:
+        if load.device not in used:
+            empty = DeviceLoad(
+                device=load.device,
+                layers=0,
+                compute_ms=0.0,
+                send_ms=0.0,
+                receive_ms=0.0,
+                load_ms=0.0,
+                memory=load.memory.model_copy(
+                    update=dict.fromkeys(type(load.memory).model_fields, 0)
+                ),
+                limit_bytes=load.limit_bytes,
+            )
+            equal(f"load of {load.device}", load, empty)
+
+
+# Profiles of shares
+
+
+def _profile_of(request: PlacementRequest, samples: int) -> Profile:
+    """Return the profile of a share, between two measured ones if it was not measured."""
+    known = {profile.batch_size: profile for profile in (request.profile, *request.profiles)}
+    if samples in known:
+        return known[samples]
+    below = [size for size in known if size < samples]
+    above = [size for size in known if size > samples]
+    require(bool(below and above), f"a share of {samples} samples is outside the measured sizes")
+    low, high = known[max(below)], known[min(above)]
+    a, b = low.batch_size, high.batch_size
+
+    def whole(small: int, large: int) -> int:
+        # rounded up, also where the larger micro-batch has less
+        return small + -((small - large) * (samples - a) // (b - a))
+
+    def layer(small: Layer, large: Layer) -> Layer:
+        changed: dict[str, object] = {}
+        for name in Layer.model_fields:
+            one, other = getattr(small, name), getattr(large, name)
+            if name in ("forward_ms", "backward_ms", "weights_ms"):
+                changed[name] = {
+                    kind: one[kind] * (b - samples) / (b - a)
+                    + other[kind] * (samples - a) / (b - a)
+                    for kind in one.keys() & other.keys()
+                }
+            elif name.endswith(("saved_bytes", "workspace_bytes", "deferred_bytes")):
+                changed[name] = whole(one, other)
+        return small.model_copy(update=changed)
+
+    def edge(small: Edge, large: Edge) -> Edge:
+        equal("ends of a value", (small.source, small.targets), (large.source, large.targets))
+        names = "bytes", "gradient_bytes", "rest_bytes"
+        changed = {name: whole(getattr(small, name), getattr(large, name)) for name in names}
+        return small.model_copy(update=changed)
+
+    return low.model_copy(
+        update={
+            "batch_size": samples,
+            "layers": tuple(map(layer, low.layers, high.layers)),
+            "edges": tuple(edge(*pair) for pair in zip(low.edges, high.edges, strict=True)),
+        }
+    )
+
+
+def _with_part_of_optimizer(profile: Profile, count: int) -> Profile:
+    """Return the profile of a replica that owns one of so many parts of the parameters."""
+    layers = []
+    for layer in profile.layers:
+        state, rest = divmod(layer.optimizer_bytes, count)
+        times = {kind: time_ms / count for kind, time_ms in layer.optimizer_ms.items()}
+        changed = {"optimizer_bytes": state + (rest > 0), "optimizer_ms": times}
+        layers.append(layer.model_copy(update=changed))
+    share = profile.optimizer_step_share / count
+    return profile.model_copy(update={"layers": tuple(layers), "optimizer_step_share": share})
+
+
+# The exchange
+
+
+def rates(request: PlacementRequest, placement: Placement) -> dict[str, tuple[Rate, Rate]]:
+    """Return the rates of reducing and of gathering, by device that holds a replica."""
+    links = {(link.source, link.target): link for link in request.placed_on.links}
+    found: dict[str, tuple[Rate, Rate]] = {}
+    for members in placement.replicas.values():
+        names = [replica.device for replica in members]
+        for way in itertools.permutations(names, 2):
+            require(way in links, f"replicas on {way[0]!r} and {way[1]!r} have no link")
+        parts = len(names)
+        reduce = _rate(names, links, is_computing=True)
+        adding_ms = 3e3 * (parts - 1) / parts / ADD_BYTES_PER_S
+        both = (reduce[0], reduce[1] + adding_ms), _rate(names, links, is_computing=False)
+        found |= dict.fromkeys(names, both)
+    return found
+
+
+def _rate(names: Sequence[str], links: Mapping[tuple[str, str], Link], is_computing: bool) -> Rate:
+    latency = per_byte = 0.0
+    for name in names:
+        others = [other for other in names if other != name]
+        for ways in ([(name, other) for other in others], [(other, name) for other in others]):
+            waits = seconds = 0.0
+            for way in ways:
+                link = links[way]
+                loads = [link.both_ways_computing] if is_computing else []
+                loads += [link.both_ways]
+                loads += [link.computing] if is_computing else []
+                rate = next((load for load in loads if load is not None), link)
+                waits += rate.latency_s
+                seconds += 1 / rate.bandwidth_bytes_per_s / len(names)
+            latency, per_byte = max(latency, waits), max(per_byte, seconds)
+    return 1e3 * latency, 1e3 * per_byte
+
+
+def _time(rate: Rate, size: int) -> float:
+    return rate[0] + rate[1] * size if size else 0.0
+
+
+def exchange_readings(
+    request: PlacementRequest, reading: StepReading, rate_of: Mapping[str, tuple[Rate, Rate]]
+) -> dict[str, ExchangeReading]:
+    """Return the exchange of each device of a pipeline, from the order of its passes.
+
+    Args:
+        request: what the pipeline is asked for.
+        reading: of its step, before optimizers include exchanges.
+        rate_of: by device, the rates of reducing and of gathering.
+    """
+    last = "weights" if reading.plan.split else "backward"
+    clock: dict[str, float] = defaultdict(float)
+    ended: dict[int, float] = {}
+    for event in reading.plan.issue:
+        device = reading.device_of(event.stage)
+        clock[device] += reading.duration(event.stage, event.phase)
+        if event.phase == last:
+            ended[event.stage] = clock[device]
+    complete: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for stage in ended:
+        device = reading.device_of(stage)
+        layers = [
+            layer for layer in request.profile.layers if reading.stage_of[layer.name] == stage
+        ]
+        sizes = [layer.grad_bytes for layer in layers]
+        times = [reading.last_pass_ms(layer) for layer in layers]
+        for bucket in gradient_buckets(sizes):
+            ready = ended[stage] - sum(times[: bucket.start])
+            complete[device].append((ready, sum(sizes[bucket.start : bucket.stop])))
+    found = {}
+    for device in clock:
+        reduce, gather = rate_of[device]
+        end = clock[device]
+        # a reduction and all that follow it begin when its gradients are complete, or later
+        buckets = sorted(complete[device])
+        for number, (ready, _) in enumerate(buckets):
+            end = max(end, ready + sum(_time(reduce, size) for _, size in buckets[number:]))
+        found[device] = ExchangeReading(
+            reduce_ms=sum(_time(reduce, size) for _, size in buckets),
+            exposed_ms=end - clock[device],
+            gather_ms=_time(gather, sum(size for _, size in buckets)),
+            optimizer_ms=reading.optimizer_of(device),
+        )
+    return found
+
+
+def with_amortised_exchange(
+    request: PlacementRequest, where: Mapping[str, str], rate_of: Mapping[str, tuple[Rate, Rate]]
+) -> PlacementRequest:
+    """Return the question whose backward passes include their part of the step's exchange."""
+    kinds = {device.name: device.type for device in request.devices}
+    layers = []
+    for layer in request.profile.layers:
+        device = where[layer.name]
+        reduce, gather = rate_of[device]
+        part_ms = layer.grad_bytes * (reduce[1] + gather[1]) / request.chunks
+        times = {kinds[device]: layer.backward_ms[kinds[device]] + part_ms}
+        layers.append(layer.model_copy(update={"backward_ms": times}))
+    profile = request.profile.model_copy(update={"layers": tuple(layers)})
+    return request.model_copy(update={"profile": profile})
+
+
+def check_step(
+    request: PlacementRequest,
+    placement: Placement,
+    readings: Sequence[StepReading],
+    exchanged: Sequence[Mapping[str, ExchangeReading]],
+) -> float:
+    """Raise on what is said of the exchange and is not so; return the time of a step.
+
+    Args:
+        request: the whole question.
+        placement: the answer.
+        readings: by pipeline, its step, without exchanges.
+        exchanged: by pipeline and device, the exchange.
+    """
+    step = placement.step
+    assert step is not None  # check() has looked
+    known = sorted({profile.batch_size for profile in (request.profile, *request.profiles)})
+    every = [one for devices in exchanged for one in devices.values()]
+    equal("step.steps", step.steps, request.steps)
+    near("step.optimizer_ms", step.optimizer_ms, max(one.optimizer_ms for one in every))
+    samples = [replica.samples for replica in next(iter(placement.replicas.values()))]
+    if len(set(samples)) == 1:
+        for reading, devices in zip(readings, exchanged, strict=True):
+            for device, one in devices.items():
+                slot_ms = one.exposed_ms + one.optimizer_ms + one.gather_ms
+                reading.set_optimizer(device, slot_ms)
+        alone_ms = max(reading.alone_ms for reading in readings)
+        in_a_row_ms = max(reading.in_a_row_ms for reading in readings)
+        longest = max(every, key=lambda one: (one.exposed_ms, one.reduce_ms + one.gather_ms))
+        exposed_ms = longest.exposed_ms
+    else:
+        passes = [reading.alone_ms - reading.optimizer_ms() for reading in readings]
+        ends = [p + one.exposed_ms for p, one in zip(passes, every, strict=True)]
+        longest = every[0]
+        exposed_ms = max(ends) - max(passes)
+        alone_ms = max(ends) + max(one.optimizer_ms for one in every) + longest.gather_ms
+        in_a_row_ms = alone_ms
+    is_measured = set(samples) <= set(known)
+    equal(
+        "step.measured_batch_sizes", list(step.measured_batch_sizes), [] if is_measured else known
+    )
+    scale = 1e-9 * max(alone_ms, 1e-9)
+    near("step.reduction_ms", step.reduction_ms, longest.reduce_ms + longest.gather_ms, scale)
+    near(
+        "step.reduction_hidden_ms", step.reduction_hidden_ms, longest.reduce_ms - exposed_ms, scale
+    )
+    near("step.alone_ms", -1.0 if step.alone_ms is None else step.alone_ms, alone_ms)
+    near("step.in_a_row_ms", -1.0 if step.in_a_row_ms is None else step.in_a_row_ms, in_a_row_ms)
+    equal("step.in_flight", step.in_flight, readings[0].plan.in_flight)
+    return in_a_row_ms if request.steps == "in-a-row" else alone_ms

@@ -1,0 +1,1 @@
+"""Replicated stages: what replicas cost, which shapes there are, and the search over them."""

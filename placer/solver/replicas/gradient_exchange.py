@@ -1,0 +1,189 @@
+r"""The time in which replicas exchange gradients and parameters, and the part that passes hide.
+
+On device d, with its passes in the order of the plan, gradients of a bucket (see
+``placer.schedule.buckets``) are complete within the last backward pass of its stage, or the last
+weight-gradient pass where these run apart. Reductions follow one another::
+
+    busy(d)     = sum of all passes on d
+    ready(j)    = sum of the passes on d up to the one that completes the gradients of bucket j,
+                  less the backward times of the layers of the stage before the bucket
+    end(j)      = max(ready(j), end(j - 1)) + reduce(bytes of j)      buckets by ready(j)
+    exposed(d)  = max(0, end(last) - busy(d))
+
+Only passes hide a reduction, bubbles do not. After its last pass the device waits for exposed(d),
+runs its part of the optimizer, and gathers parameters::
+
+    optimizer slot(d) = exposed(d) + optimizer(d) / R + gather(gradients(d))
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from placer.schedule import Pipeline, Plan
+from placer.schedule.buckets import gradient_buckets
+from placer.solver import pipelines
+from placer.solver.problem import Problem
+from placer.solver.replicas.replication import Replication
+
+Ready = tuple[float, int]
+"""When the gradients of a bucket are complete, in ms, and their bytes."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The exchange of one device in a step, in milliseconds.
+
+    Attributes:
+        reduce_ms: the reduction of its gradients.
+        exposed_ms: the part of it after its last pass.
+        gather_ms: the gathering of its parameters.
+        optimizer_ms: its part of the optimizer's step.
+    """
+
+    reduce_ms: float
+    exposed_ms: float
+    gather_ms: float
+    optimizer_ms: float
+
+    @property
+    def slot_ms(self) -> float:
+        """The time between the device's last pass and its first pass of the next step."""
+        return self.exposed_ms + self.optimizer_ms + self.gather_ms
+
+    @property
+    def total_ms(self) -> float:
+        """The time of the whole exchange."""
+        return self.reduce_ms + self.gather_ms
+
+    @property
+    def hidden_ms(self) -> float:
+        """The part of it during which passes run."""
+        return self.reduce_ms - self.exposed_ms
+
+
+def exchanges(
+    problem: Problem, pipeline: Pipeline, plan: Plan, stage_of: Sequence[int]
+) -> dict[int, Exchange]:
+    """Return the exchange of each device that holds layers.
+
+    Args:
+        problem: the placement problem, with replicas.
+        pipeline: its stages, with their optimizers.
+        plan: the order of their passes.
+        stage_of: by layer, its stage.
+    """
+    costs = problem.replication
+    assert costs is not None
+    busy, ended = _passes(pipeline, plan)
+    layers: list[list[int]] = [[] for _ in pipeline.places]
+    for layer, stage in enumerate(stage_of):
+        layers[stage].append(layer)
+    ready: dict[int, list[Ready]] = defaultdict(list)
+    for stage, device in enumerate(pipeline.places):
+        tails = bucket_tails(problem, layers[stage], device, plan.split)
+        ready[device] += [(ended[stage] - tail_ms, size) for tail_ms, size in tails]
+    found = {}
+    optimizer = pipeline.optimizer_by_device()
+    for device, buckets in ready.items():
+        reduce = costs.reduce[device]
+        end_ms = reduced_by(buckets, reduce.time_ms)
+        found[device] = Exchange(
+            reduce_ms=sum(reduce.time_ms(size) for _, size in buckets),
+            exposed_ms=max(0.0, end_ms - busy[device]),
+            gather_ms=costs.gather[device].time_ms(sum(size for _, size in buckets)),
+            optimizer_ms=optimizer[device],
+        )
+    return found
+
+
+def reduced_by(buckets: Iterable[Ready], time_ms: pipelines.SizeMs) -> float:
+    """Return when the last of some reductions ends, in milliseconds."""
+    end = 0.0
+    for ready, size in sorted(buckets):
+        end = max(ready, end) + time_ms(size)
+    return end
+
+
+def bucket_tails(
+    problem: Problem, layers: Sequence[int], device: int, split: bool
+) -> list[tuple[float, int]]:
+    """Return, by bucket of a stage, what its last pass still runs, in ms, and its bytes.
+
+    Args:
+        problem: the placement problem.
+        layers: of the stage, ascending.
+        device: that runs them.
+        split: whether weight-gradient passes run apart.
+    """
+    kind = problem.devices[device].type
+
+    def pass_ms(layer: int) -> float:
+        if split:
+            return pipelines.weights_ms(problem, layer, device)
+        # without the forward pass of a device that recomputes, which comes first
+        return problem.layers[layer].backward_ms[kind]
+
+    sizes = [problem.layers[layer].grad_bytes for layer in layers]
+    return [
+        (
+            sum(pass_ms(layer) for layer in layers[: bucket.start]),
+            sum(sizes[place] for place in bucket),
+        )
+        for bucket in gradient_buckets(sizes)
+    ]
+
+
+def with_exchanges(pipeline: Pipeline, found: dict[int, Exchange]) -> Pipeline:
+    """Return the pipeline whose optimizers include the exchanges of their devices."""
+    slots: list[float] = []
+    for stage, device in enumerate(pipeline.places):
+        is_first = pipeline.places.index(device) == stage
+        slots.append(found[device].slot_ms if is_first else 0.0)
+    return replace(pipeline, optimizer_ms=tuple(slots))
+
+
+def with_amortised_exchanges(problem: Problem, costs: Replication) -> Problem:
+    """Return the problem whose backward passes include their part of the step's exchange.
+
+    Under objective ``throughput`` nothing hides the exchange, and each micro-batch of a step takes
+    an equal part of it. Latencies, a few for all layers of a device, are left out.
+
+    Args:
+        problem: of one pipeline.
+        costs: what its replicas cost.
+    """
+    chunks = problem.request.chunks
+    backward_ms = tuple(
+        tuple(
+            time_ms + layer.grad_bytes * costs.byte_ms(device) / chunks
+            for device, time_ms in enumerate(row)
+        )
+        for layer, row in zip(problem.layers, problem.backward_ms, strict=True)
+    )
+    return replace(problem, replication=costs, backward_ms=backward_ms)
+
+
+def _passes(pipeline: Pipeline, plan: Plan) -> tuple[dict[int, float], dict[int, float]]:
+    """Return, by device, the sum of its passes; by stage, the sum until its last one."""
+    times = {
+        "forward": pipeline.forward_ms,
+        "backward": pipeline.backward_ms,
+        "weights": pipeline.weights_ms,
+    }
+    if plan.split:
+        times["backward"] = tuple(
+            whole - apart
+            for whole, apart in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)
+        )
+    last = "weights" if plan.split else "backward"
+    busy: dict[int, float] = defaultdict(float)
+    ended: dict[int, float] = {}
+    for stage, phase, _ in plan.issue:
+        device = pipeline.places[stage]
+        busy[device] += times[phase][stage]
+        if phase == last:
+            ended[stage] = busy[device]
+    return busy, ended

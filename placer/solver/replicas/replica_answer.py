@@ -1,0 +1,262 @@
+"""Placements with replicas, from the answer of one pipeline or from the shares of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isclose
+from typing import Any
+
+from placer import schedule
+from placer.schema import (
+    Device,
+    DeviceLoad,
+    MemoryUse,
+    Placement,
+    PlacementRequest,
+    Replica,
+    SingleDevice,
+    Step,
+    StepChoice,
+    Ties,
+)
+from placer.solver import answer, costs
+from placer.solver.answer import PROVEN_GAP
+from placer.solver.problem import Problem
+from placer.solver.replicas.replica_shapes import Shape
+from placer.solver.replicas.uneven_shares import SharedBatch, UnevenShares
+
+
+def placement_of_shape(request: PlacementRequest, shape: Shape, inner: Placement) -> Placement:
+    """Return the placement of R equal pipelines.
+
+    Args:
+        request: the whole question.
+        shape: the pipelines.
+        inner: the placement of the first pipeline on its part of the batch.
+    """
+    count, share = shape.replicas, inner.batch_size
+    twins = {
+        first.name: [pipeline[position].name for pipeline in shape.pipelines]
+        for position, first in enumerate(shape.pipelines[0])
+    }
+    loads = {
+        name: load.model_copy(update={"device": name})
+        for load in inner.devices
+        for name in twins[load.device]
+    }
+    changed: dict[str, Any] = {
+        "batch_size": count * share,
+        "replicas": {
+            device: tuple(Replica(device=name, samples=share) for name in twins[device])
+            for device in inner.stages
+        },
+        "devices": tuple(loads[device.name] for device in request.devices),
+        "recompute": tuple(
+            device.name
+            for device in request.devices
+            if any(device.name in twins[again] for again in inner.recompute)
+        ),
+        **_of_request(request),
+    }
+    if request.objective == "throughput":
+        assert inner.objective_value is not None
+        changed["objective_value"] = inner.objective_value / count
+    if inner.step is not None:
+        changed["step"] = _step_of_all(inner.step, count)
+    if inner.ties is not None:
+        transfer_ms = count * inner.ties.transfer_ms
+        changed["ties"] = inner.ties.model_copy(update={"transfer_ms": transfer_ms})
+    return inner.model_copy(update=changed)
+
+
+def _step_of_all(step: Step, count: int) -> Step:
+    """Return the step of so many pipelines, each of which runs this one."""
+    rate = step.samples_per_s
+    changed = {
+        "batch_size": count * step.batch_size,
+        "samples_per_s": None if rate is None else count * rate,
+    }
+    return step.model_copy(update=changed)
+
+
+def placement_of_shares(
+    request: PlacementRequest, shares: UnevenShares, found: SharedBatch
+) -> Placement:
+    """Return the placement of unlike devices that each hold the whole model.
+
+    Args:
+        request: the whole question.
+        shares: the search that found the shares.
+        found: the shares.
+    """
+    problems = [
+        shares.problem_of(device, samples, found.chunks, found.replication)
+        for device, samples in zip(found.devices, found.samples, strict=True)
+    ]
+    alone = [0] * len(problems[0].layers)
+    results = [_evaluated(problem, alone) for problem in problems]
+    placement = answer.found(problems[0], alone, 0.0, "shares of unlike devices", 0.0)
+    names = [request.devices[device].name for device in found.devices]
+    replicas = tuple(
+        Replica(device=name, samples=samples)
+        for name, samples in zip(names, found.samples, strict=True)
+    )
+    loads = {
+        name: answer.device_loads(problem, alone, result)[0]
+        for name, problem, result in zip(names, problems, results, strict=True)
+    }
+    step = _step_of_shares(request, found, results)
+    step = step.model_copy(update={"measured_batch_sizes": _measured(shares, found)})
+    changed = {
+        "objective_value": step.alone_ms,
+        "batch_size": sum(found.samples),
+        "replicas": {names[0]: replicas},
+        "devices": _marked([loads.get(one.name) or _idle(one) for one in request.devices]),
+        "recompute": tuple(
+            name for name, result in zip(names, results, strict=True) if result.recompute
+        ),
+        "step": step,
+        "ties": _ties(list(loads.values())) if request.break_ties else None,
+        **_of_request(request),
+    }
+    return placement.model_copy(update=changed)
+
+
+def _measured(shares: UnevenShares, found: SharedBatch) -> tuple[int, ...]:
+    """Return the measured sizes, if a share has another size."""
+    known = shares.measured_batch_sizes
+    return () if set(found.samples) <= set(known) else known
+
+
+def _evaluated(problem: Problem, devices: Sequence[int]) -> costs.Costs:
+    result = costs.evaluate(problem, devices)
+    assert result is not None  # nothing crosses
+    return result
+
+
+def _step_of_shares(
+    request: PlacementRequest, found: SharedBatch, results: Sequence[costs.Costs]
+) -> Step:
+    """Return the step of devices that wait for the slowest of them."""
+    exchanged = [result.exchanges[0] for result in results]
+    passes_ms = []
+    for result in results:
+        assert result.pipeline is not None and result.plan is not None
+        passes_ms.append(schedule.step_ms(result.pipeline, result.plan))
+    reduced_ms = max(ms + one.exposed_ms for ms, one in zip(passes_ms, exchanged, strict=True))
+    optimizer_ms = max(one.optimizer_ms for one in exchanged)
+    step_ms = reduced_ms + optimizer_ms + exchanged[0].gather_ms
+    exposed_ms = reduced_ms - max(passes_ms)
+    busy_ms = sum(passes_ms) + sum(one.optimizer_ms for one in exchanged)
+    bubble = 1 - busy_ms / (step_ms * len(results)) if step_ms else 0.0
+    plan = results[0].plan
+    assert plan is not None
+    return Step(
+        batch_size=request.whole_batch_size,
+        samples_per_s=1e3 * request.whole_batch_size / step_ms if step_ms else None,
+        bubble=min(1.0, max(0.0, bubble)),
+        optimizer_ms=optimizer_ms,
+        reduction_ms=exchanged[0].total_ms,
+        reduction_hidden_ms=max(0.0, exchanged[0].reduce_ms - exposed_ms),
+        steps=request.steps,
+        alone_ms=step_ms,
+        in_a_row_ms=step_ms,
+        in_flight=plan.in_flight,
+    )
+
+
+def _idle(device: Device) -> DeviceLoad:
+    """Return the load of a device without layers."""
+    return DeviceLoad(
+        device=device.name,
+        layers=0,
+        compute_ms=0.0,
+        send_ms=0.0,
+        receive_ms=0.0,
+        load_ms=0.0,
+        memory=MemoryUse(),
+        limit_bytes=device.usable_bytes,
+    )
+
+
+def _marked(loads: Sequence[DeviceLoad]) -> tuple[DeviceLoad, ...]:
+    """Return the loads with the busiest devices marked."""
+    busiest = max(load.load_ms for load in loads)
+    return tuple(
+        load.model_copy(update={"bottleneck": isclose(load.load_ms, busiest, rel_tol=1e-9)})
+        for load in loads
+    )
+
+
+def _ties(loads: Sequence[DeviceLoad]) -> Ties:
+    """Return the reported rank; no transfers, and no other map is compared."""
+    computes = [load.compute_ms for load in loads]
+    return Ties(transfer_ms=0.0, spread_ms=max(computes) - min(computes), proven=False)
+
+
+def _of_request(request: PlacementRequest) -> dict[str, Any]:
+    """Return the fields that are the whole question's, not one pipeline's."""
+    profile = request.profile
+    return {
+        "id": request.content_hash(),
+        "optimizer_step_share": profile.optimizer_step_share,
+        "through_host": tuple(
+            (link.source, link.target) for link in request.placed_on.links if link.route == "host"
+        ),
+    }
+
+
+def finished(
+    placement: Placement,
+    bound: float,
+    single: SingleDevice,
+    choices: Sequence[StepChoice],
+    time_s: float,
+) -> Placement:
+    """Return a placement with what is known of all shapes.
+
+    Args:
+        placement: the best of all shapes.
+        bound: a lower bound on the objective of all shapes.
+        single: the best that one device does.
+        choices: of all shapes.
+        time_s: the duration of the search.
+    """
+    value = placement.objective_value
+    assert value is not None
+    bound = min(max(bound, 0.0), value)
+    gap = (value - bound) / value if value else 0.0
+    changed: dict[str, Any] = {
+        "bound": bound,
+        "gap": gap,
+        "status": "optimal" if gap <= PROVEN_GAP else "feasible",
+        "single_device": single,
+        "speedup": single.objective_value / value if value else None,
+        "solve_time_s": time_s,
+    }
+    if placement.step is not None:
+        changed["step"] = placement.step.model_copy(update={"choices": tuple(choices)})
+    return placement.model_copy(update=changed)
+
+
+def choices_of_shares(request: PlacementRequest, shares: UnevenShares) -> list[StepChoice]:
+    """Return the best shares of each number of devices as data."""
+    found = []
+    for replicas, bound in sorted(shares.bounds.items()):
+        best = shares.found.get(replicas)
+        if best is None and bound == float("inf"):
+            continue
+        samples = sum(best.samples) if best is not None else request.whole_batch_size
+        found.append(
+            StepChoice(
+                batch_size=samples,
+                chunks=request.whole_batch_size // samples,
+                schedule=shares.schedule,
+                contiguous=True,
+                replicas=replicas,
+                stages=1,
+                objective_value=None if best is None else best.step_ms,
+                bound=bound if best is None else min(bound, best.step_ms),
+            )
+        )
+    return found

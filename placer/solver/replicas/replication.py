@@ -1,0 +1,134 @@
+r"""What replicas add to the costs of one pipeline.
+
+R pipelines run the same stages on devices of their own, each on its share of every micro-batch.
+The devices that hold one stage are its replicas. Each holds parameters and gradients in full; the
+optimizer's state is divided among them by whole parameters, of about equal bytes. Once per step::
+
+    reduce    every replica sends each other the gradients that the other one owns, and adds what
+              it receives (reduce-scatter)
+    update    every replica runs the optimizer for the parameters that it owns
+    gather    every replica sends its parameters to all others (all-gather), before the first pass
+              of the stage in the next step
+
+Times, in ms, of b bytes of gradients on the replicas D of a stage, R of them. A replica sends one
+message of b / R bytes to each other one, one after another, while it receives as many. ``rate`` is
+the measured rate of a link while the other direction is busy, too, and if measured while both
+devices compute::
+
+    latency   = the largest, over i in D, of the sum of latency(i, j), or of latency(j, i), over j
+    per_byte  = the largest, over i in D, of the sum of 1 / rate(i, j), or of 1 / rate(j, i), over j
+    add       = 3 (R - 1) / ADD_BYTES_PER_S
+    reduce(b) = latency + b / R * (per_byte + add)        with rates while devices compute
+    gather(b) = latency + b / R * per_byte                with rates while they do not
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+SC 2020, section 5.1 (the division of optimizer state).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from placer.schedule.buckets import ADD_BYTES_PER_S
+from placer.schema import Device, Layer, Link, Profile, Rate
+
+Links = dict[tuple[str, str], Link]
+
+
+class ExchangeTime(NamedTuple):
+    """The time of a replica's exchange with all others: ``latency_ms + bytes * byte_ms``."""
+
+    latency_ms: float
+    byte_ms: float
+
+    def time_ms(self, size_bytes: int) -> float:
+        """Return the time of an exchange; nothing takes no time."""
+        return self.latency_ms + size_bytes * self.byte_ms if size_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Replication:
+    """Replicas of the devices of a pipeline.
+
+    Attributes:
+        replicas: their number, two or more.
+        reduce: by device of the pipeline, the time of a reduction of gradients.
+        gather: by device of the pipeline, the time to gather parameters.
+    """
+
+    replicas: int
+    reduce: tuple[ExchangeTime, ...]
+    gather: tuple[ExchangeTime, ...]
+
+    def byte_ms(self, device: int) -> float:
+        """Return the time that a byte of gradients takes a device in a step, without latency."""
+        return self.reduce[device].byte_ms + self.gather[device].byte_ms
+
+
+def replication(positions: Sequence[Sequence[Device]], links: Links) -> Replication | None:
+    """Return what replicas of a pipeline cost, or None if two of them are not linked.
+
+    Args:
+        positions: by device of the pipeline, the devices that hold its layers.
+        links: of the cluster, by the names of both ends.
+    """
+    reduce, gather = [], []
+    for devices in positions:
+        names = [device.name for device in devices]
+        if any((one, other) not in links for one in names for other in names if one != other):
+            return None
+        count = len(names)
+        add_ms = 1e3 * 3 * (count - 1) / count / ADD_BYTES_PER_S
+        busy = _slowest(names, links, computing=True)
+        reduce.append(ExchangeTime(busy.latency_ms, busy.byte_ms + add_ms))
+        gather.append(_slowest(names, links, computing=False))
+    return Replication(len(positions[0]), tuple(reduce), tuple(gather))
+
+
+def _slowest(names: Sequence[str], links: Links, computing: bool) -> ExchangeTime:
+    """Return the time in which the slowest replica sends and receives."""
+
+    def sums(ways: Iterable[tuple[str, str]]) -> tuple[float, float]:
+        rates = [loaded_rate(links[way], computing) for way in ways]
+        return (
+            sum(rate.latency_s for rate in rates),
+            sum(1 / rate.bandwidth_bytes_per_s for rate in rates),
+        )
+
+    others = {name: [other for other in names if other != name] for name in names}
+    totals = [sums((name, other) for other in others[name]) for name in names]
+    totals += [sums((other, name) for other in others[name]) for name in names]
+    latency_s, byte_s = (max(column) for column in zip(*totals, strict=True))
+    return ExchangeTime(1e3 * latency_s, 1e3 * byte_s / len(names))
+
+
+def loaded_rate(link: Link, computing: bool) -> Rate | Link:
+    """Return the rate of a link whose other direction is as busy, as far as it was measured.
+
+    Args:
+        link: between two replicas.
+        computing: whether both devices run passes meanwhile.
+    """
+    both = (link.both_ways_computing if computing else None) or link.both_ways
+    return both or (link.computing if computing else None) or link
+
+
+def shared_profile(profile: Profile, replicas: int) -> Profile:
+    """Return a profile in which a replica has only its part of the optimizer.
+
+    State, temporaries and time of the optimizer are divided evenly; state is rounded up by layer.
+    """
+    layers = tuple(shared_layer(layer, replicas) for layer in profile.layers)
+    share = profile.optimizer_step_share / replicas
+    return profile.model_copy(update={"layers": layers, "optimizer_step_share": share})
+
+
+def shared_layer(layer: Layer, replicas: int) -> Layer:
+    """Return a layer with one replica's part of the optimizer."""
+    changed = {
+        "optimizer_ms": {kind: ms / replicas for kind, ms in layer.optimizer_ms.items()},
+        "optimizer_bytes": -(-layer.optimizer_bytes // replicas),
+    }
+    return layer.model_copy(update=changed)
