@@ -29,7 +29,7 @@ class MemoryUse(Wire):
     Attributes:
         param_bytes: parameters.
         grad_bytes: their gradients; where replicas share a stage, also the buffer that receives
-            the gradients of the largest bucket.
+            the gradients of the largest piece.
         optimizer_bytes: the optimizer's state.
         buffer_bytes: buffers.
         activation_bytes: values and, in training, all tensors saved by micro-batches in flight; at

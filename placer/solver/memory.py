@@ -101,7 +101,7 @@ own, for which the values of another segment count as made and read elsewhere, o
                 + max over t of P(s, t))
 
 Where replicas share a stage, optimizer(d) is one replica's part of the state, see
-``replicas/replication.py``, and gradients(d) includes a buffer of the size of the largest bucket of
+``replicas/replication.py``, and gradients(d) includes a buffer of the size of the largest piece of
 gradients that they reduce.
 
 A device that recomputes runs forwards once more before each backward pass. Of further micro-batches
@@ -120,7 +120,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from placer.schedule.buckets import gradient_buckets
+from placer.schedule.gradient_pieces import gradient_pieces
 from placer.schema import MemoryUse
 from placer.solver import pipelines
 from placer.solver.problem import Problem, Value
@@ -248,7 +248,7 @@ def footprint(problem: Problem, held: Held) -> Footprint:
         copy.grad_bytes for copy in copies
     )
     if problem.replication is not None:
-        state["grad_bytes"] += largest_bucket_bytes(problem, held)
+        state["grad_bytes"] += largest_piece_bytes(problem, held)
     state["optimizer_bytes"] = sum(layer.optimizer_bytes for layer in layers)
     kept = kept_by_step(problem, held)
     activations, workspace = _worst_of_training(problem, held, kept)
@@ -263,8 +263,8 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     )
 
 
-def largest_bucket_bytes(problem: Problem, held: Held) -> int:
-    """Return the bytes of the largest bucket of gradients that a device's replicas reduce."""
+def largest_piece_bytes(problem: Problem, held: Held) -> int:
+    """Return the bytes of the largest piece of gradients that a device's replicas reduce."""
     stages = [held.layers]
     if not problem.one_stage_each:
         # layers without a gap between them are a segment
@@ -274,8 +274,8 @@ def largest_bucket_bytes(problem: Problem, held: Held) -> int:
     largest = 0
     for stage in stages:
         sizes = [problem.layers[layer].grad_bytes for layer in stage]
-        buckets = gradient_buckets(sizes)
-        largest = max([largest, *(sum(sizes[place] for place in one) for one in buckets)])
+        pieces = gradient_pieces(sizes)
+        largest = max([largest, *(sum(sizes[place] for place in one) for one in pieces)])
     return largest
 
 

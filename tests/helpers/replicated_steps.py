@@ -9,7 +9,7 @@ from random import Random
 from every_step import Steps
 
 from placer.schedule import in_a_row_ms, step_ms
-from placer.schedule.buckets import ADD_BYTES_PER_S, BUCKET_BYTES
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, PIECES
 from placer.schema import (
     Cluster,
     Constraints,
@@ -25,7 +25,6 @@ from placer.schema import (
 MB = 10**6
 MS = (0.5, 1.0, 1.5, 2.0, 3.25)
 GRADIENTS = (0, 30 * MB, 50 * MB, 90 * MB)
-"""Some layers fill a bucket, and some do not."""
 BYTES_PER_S = 50e9
 
 
@@ -269,6 +268,26 @@ def part_of_optimizer(profile, count):
     return profile.model_copy(update={"layers": tuple(layers), "optimizer_step_share": share})
 
 
+def cut_evenly(layers):
+    """The layers in a few runs with gradients, each cut where it is nearest to an equal part."""
+    total = sum(one.grad_bytes for one in layers)
+    if not total:
+        return []
+    cuts = []
+    for number in range(1, PIECES):
+        found = []
+        for place in range(1, len(layers)):
+            known = sorted({0, place, len(layers), *cuts})
+            runs = [layers[a:b] for a, b in itertools.pairwise(known)]
+            if place not in cuts and all(any(one.grad_bytes for one in run) for run in runs):
+                before = sum(one.grad_bytes for one in layers[:place])
+                found.append((abs(before - total * number / PIECES), place))
+        if found:
+            cuts.append(min(found)[1])
+    ends = [0, *sorted(cuts), len(layers)]
+    return [layers[a:b] for a, b in itertools.pairwise(ends)]
+
+
 class ReplicatedSteps(Steps):
     """Steps of a pipeline that exchanges gradients with so many others; all links are alike."""
 
@@ -346,7 +365,7 @@ class ReplicatedSteps(Steps):
                 mine = [one for one in self.every.layers if stage_of[one.name] == stage]
                 here = kind[self.where[mine[0].name]]
                 optimizer += sum(one.optimizer_ms.get(here, 0.0) for one in mine)
-                time, size = end, 0
+                time = end
                 # backwards through the pass, from its end to its begin
                 ready = {}
                 for layer in mine:
@@ -356,11 +375,8 @@ class ReplicatedSteps(Steps):
                         back, layer.weights_ms.get(here, back / 2 if layer.grad_bytes else 0)
                     )
                     time -= half if found.split else back
-                for layer in reversed(mine):
-                    size += layer.grad_bytes
-                    if size >= BUCKET_BYTES or (layer is mine[0] and size):
-                        complete.append((ready[layer.name], size))
-                        size = 0
+                for piece in cut_evenly(mine):
+                    complete.append((ready[piece[0].name], sum(one.grad_bytes for one in piece)))
             lane = 0.0
             for ready_ms, size in sorted(complete):
                 lane = max(lane, ready_ms) + self.exchange_ms(size, adding=True)
@@ -373,20 +389,18 @@ class ReplicatedSteps(Steps):
     def fits(cls, every, where, stage_of, found, again=frozenset()):
         uses = cls.uses(every, where, stage_of, found, again)
         return all(
-            uses[device.name] + cls.bucket(every, where, stage_of, device.name)
+            uses[device.name] + cls.largest_piece(every, where, stage_of, device.name)
             <= device.memory_bytes - device.reserve_bytes
             for device in every.devices
         )
 
     @staticmethod
-    def bucket(every, where, stage_of, device):
-        """The bytes of the largest bucket on a device."""
-        most = 0
-        for stage in set(stage_of.values()):
-            size = 0
-            for layer in reversed(every.layers):
-                if where[layer.name] == device and stage_of[layer.name] == stage:
-                    size += layer.grad_bytes
-                    most = max(most, size)
-                    size = 0 if size >= BUCKET_BYTES else size
-        return most
+    def largest_piece(every, where, stage_of, device):
+        """The bytes of the largest piece on a device."""
+        stages = {stage_of[name] for name, place in where.items() if place == device}
+        pieces = [
+            piece
+            for stage in stages
+            for piece in cut_evenly([one for one in every.layers if stage_of[one.name] == stage])
+        ]
+        return max((sum(one.grad_bytes for one in piece) for piece in pieces), default=0)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
-from placer.schedule.buckets import gradient_buckets
+from placer.schedule.gradient_pieces import gradient_pieces
 from placer.schema import Edge, Layer, PlacementRequest
 
 Split = tuple[int, int]
@@ -80,7 +80,7 @@ class Memory:
         return state + sum(max(self.splits(device, flight, again, backwards), key=sum))
 
     def reduced_bytes(self, device: str) -> int:
-        """Return the bytes of the largest bucket of gradients that replicas of a device reduce."""
+        """Return the bytes of the largest piece of gradients that replicas of a device reduce."""
         if not self._is_reduced:
             return 0
         largest = run = 0
@@ -92,8 +92,8 @@ class Memory:
             before = place
             runs[run].append(layer.grad_bytes)
         for sizes in runs.values():
-            for bucket in gradient_buckets(sizes):
-                largest = max(largest, sum(sizes[place] for place in bucket))
+            for piece in gradient_pieces(sizes):
+                largest = max(largest, sum(sizes[place] for place in piece))
         return largest
 
     def copies(self, device: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from placer.schedule.buckets import ADD_BYTES_PER_S, gradient_buckets
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, gradient_pieces
 from placer.schema import (
     DeviceLoad,
     Edge,
@@ -284,21 +284,21 @@ def exchange_readings(
         ]
         sizes = [layer.grad_bytes for layer in layers]
         times = [reading.last_pass_ms(layer) for layer in layers]
-        for bucket in gradient_buckets(sizes):
-            ready = ended[stage] - sum(times[: bucket.start])
-            complete[device].append((ready, sum(sizes[bucket.start : bucket.stop])))
+        for piece in gradient_pieces(sizes):
+            ready = ended[stage] - sum(times[: piece.start])
+            complete[device].append((ready, sum(sizes[piece.start : piece.stop])))
     found = {}
     for device in clock:
         reduce, gather = rate_of[device]
         end = clock[device]
         # a reduction and all that follow it begin when its gradients are complete, or later
-        buckets = sorted(complete[device])
-        for number, (ready, _) in enumerate(buckets):
-            end = max(end, ready + sum(_time(reduce, size) for _, size in buckets[number:]))
+        pieces = sorted(complete[device])
+        for number, (ready, _) in enumerate(pieces):
+            end = max(end, ready + sum(_time(reduce, size) for _, size in pieces[number:]))
         found[device] = ExchangeReading(
-            reduce_ms=sum(_time(reduce, size) for _, size in buckets),
+            reduce_ms=sum(_time(reduce, size) for _, size in pieces),
             exposed_ms=end - clock[device],
-            gather_ms=_time(gather, sum(size for _, size in buckets)),
+            gather_ms=_time(gather, sum(size for _, size in pieces)),
             optimizer_ms=reading.optimizer_of(device),
         )
     return found

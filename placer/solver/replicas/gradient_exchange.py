@@ -1,16 +1,17 @@
 r"""The time in which replicas exchange gradients and parameters, and the part that passes hide.
 
-On device d, with its passes in the order of the plan, gradients of a bucket (see
-``placer.schedule.buckets``) are complete within the last backward pass of its stage, or the last
-weight-gradient pass where these run apart. Reductions follow one another::
+On device d, with its passes in the order of the plan, gradients of a piece (see
+``placer.schedule.gradient_pieces``) are complete within the last backward pass of its stage, or the
+last weight-gradient pass where these run apart. Reductions follow one another::
 
     busy(d)     = sum of all passes on d
-    ready(j)    = sum of the passes on d up to the one that completes the gradients of bucket j,
-                  less the backward times of the layers of the stage before the bucket
-    end(j)      = max(ready(j), end(j - 1)) + reduce(bytes of j)      buckets by ready(j)
+    ready(j)    = sum of the passes on d up to the one that completes the gradients of piece j,
+                  less the backward times of the layers of the stage before the piece
+    end(j)      = max(ready(j), end(j - 1)) + reduce(bytes of j)      pieces by ready(j)
     exposed(d)  = max(0, end(last) - busy(d))
 
-Only passes hide a reduction, bubbles do not. After its last pass the device waits for exposed(d),
+Only passes hide a reduction, bubbles do not. Where a device may have several segments, the order of
+passes is the one that is shortest without the exchange. After its last pass the device waits for exposed(d),
 runs its part of the optimizer, and gathers parameters::
 
     optimizer slot(d) = exposed(d) + optimizer(d) / R + gather(gradients(d))
@@ -23,13 +24,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from placer.schedule import Pipeline, Plan
-from placer.schedule.buckets import gradient_buckets
+from placer.schedule.gradient_pieces import gradient_pieces
 from placer.solver import pipelines
 from placer.solver.problem import Problem
 from placer.solver.replicas.replication import Replication
 
 Ready = tuple[float, int]
-"""When the gradients of a bucket are complete, in ms, and their bytes."""
+"""When the gradients of a piece are complete, in ms, and their bytes."""
 
 
 @dataclass(frozen=True)
@@ -83,34 +84,34 @@ def exchanges(
         layers[stage].append(layer)
     ready: dict[int, list[Ready]] = defaultdict(list)
     for stage, device in enumerate(pipeline.places):
-        tails = bucket_tails(problem, layers[stage], device, plan.split)
+        tails = piece_tails(problem, layers[stage], device, plan.split)
         ready[device] += [(ended[stage] - tail_ms, size) for tail_ms, size in tails]
     found = {}
     optimizer = pipeline.optimizer_by_device()
-    for device, buckets in ready.items():
+    for device, pieces in ready.items():
         reduce = costs.reduce[device]
-        end_ms = reduced_by(buckets, reduce.time_ms)
+        end_ms = reduced_by(pieces, reduce.time_ms)
         found[device] = Exchange(
-            reduce_ms=sum(reduce.time_ms(size) for _, size in buckets),
+            reduce_ms=sum(reduce.time_ms(size) for _, size in pieces),
             exposed_ms=max(0.0, end_ms - busy[device]),
-            gather_ms=costs.gather[device].time_ms(sum(size for _, size in buckets)),
+            gather_ms=costs.gather[device].time_ms(sum(size for _, size in pieces)),
             optimizer_ms=optimizer[device],
         )
     return found
 
 
-def reduced_by(buckets: Iterable[Ready], time_ms: pipelines.SizeMs) -> float:
+def reduced_by(pieces: Iterable[Ready], time_ms: pipelines.SizeMs) -> float:
     """Return when the last of some reductions ends, in milliseconds."""
     end = 0.0
-    for ready, size in sorted(buckets):
+    for ready, size in sorted(pieces):
         end = max(ready, end) + time_ms(size)
     return end
 
 
-def bucket_tails(
+def piece_tails(
     problem: Problem, layers: Sequence[int], device: int, split: bool
 ) -> list[tuple[float, int]]:
-    """Return, by bucket of a stage, what its last pass still runs, in ms, and its bytes.
+    """Return, by piece of a stage, what its last pass still runs, in ms, and its bytes.
 
     Args:
         problem: the placement problem.
@@ -129,10 +130,10 @@ def bucket_tails(
     sizes = [problem.layers[layer].grad_bytes for layer in layers]
     return [
         (
-            sum(pass_ms(layer) for layer in layers[: bucket.start]),
-            sum(sizes[place] for place in bucket),
+            sum(pass_ms(layer) for layer in layers[: piece.start]),
+            sum(sizes[place] for place in piece),
         )
-        for bucket in gradient_buckets(sizes)
+        for piece in gradient_pieces(sizes)
     ]
 
 

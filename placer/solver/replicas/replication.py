@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from placer.schedule.buckets import ADD_BYTES_PER_S
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.schema import Device, Layer, Link, Profile, Rate
 
 Links = dict[tuple[str, str], Link]

@@ -3,9 +3,9 @@ r"""Data parallelism on unlike devices: how many samples of each micro-batch eac
 The whole model is on every device of a subset D. Of a batch of B samples in c micro-batches, device
 d computes n(d) samples of each, whole numbers with sum B / c. With p(d, n) the forward and backward
 time of a micro-batch of n samples on d, interpolated between measured sizes, and tail(d, n, j) the
-part of its backward pass that follows the completion of bucket j::
+part of its backward pass that follows the completion of piece j::
 
-    exposed(d, n) = max(0, max over buckets j of
+    exposed(d, n) = max(0, max over pieces j of
                            reduce(j) + reduce(j + 1) + ... + reduce(last) - tail(d, n, j))
     step          = max over d in D of (c * p(d, n(d)) + exposed(d, n(d)))
                     + max over d in D of optimizer(d) / R + gather
@@ -39,7 +39,7 @@ from placer.schema import Device, PlacementRequest, Profile, Schedule
 from placer.solver import costs
 from placer.solver.answer import PROVEN_GAP
 from placer.solver.problem import ROUNDING, Problem
-from placer.solver.replicas.gradient_exchange import bucket_tails
+from placer.solver.replicas.gradient_exchange import piece_tails
 from placer.solver.replicas.interpolation import can_interpolate, profile_of_share
 from placer.solver.replicas.replication import Replication, replication, shared_profile
 
@@ -213,7 +213,7 @@ class UnevenShares:
         return one.type, self._problem.recompute[device] == "always"
 
     def _by_size(self, key: tuple[str, bool]) -> tuple[Times, list[Times], list[int]]:
-        """Return, by size, the times of both passes and each bucket's tail; the buckets' bytes."""
+        """Return, by size, the times of both passes and each piece's tail; the pieces' bytes."""
         if key not in self._times:
             kind, again = key
             measured = [self._measured(profile, kind, again) for profile in self._profiles]
@@ -222,7 +222,7 @@ class UnevenShares:
             passes = np.interp(sizes, known, [one for one, _ in measured])
             tails = [
                 np.interp(sizes, known, [one[0] for one in column])
-                for column in zip(*(buckets for _, buckets in measured), strict=True)
+                for column in zip(*(pieces for _, pieces in measured), strict=True)
             ]
             self._times[key] = passes, tails, [size for _, size in measured[0][1]]
         return self._times[key]
@@ -234,7 +234,7 @@ class UnevenShares:
     def _measured(
         self, profile: Profile, kind: str, again: bool
     ) -> tuple[float, list[tuple[float, int]]]:
-        """Return the time of both passes at a measured size, and its buckets."""
+        """Return the time of both passes at a measured size, and its pieces."""
         time_ms = sum(layer.both_ms(kind) for layer in profile.layers)
         if again:
             time_ms += sum(layer.forward_ms[kind] for layer in profile.layers)
@@ -242,7 +242,7 @@ class UnevenShares:
         problem = replace(self._problem, layers=profile.layers)
         split = self.schedule == "zero-bubble"
         layers = range(len(profile.layers))
-        return time_ms, bucket_tails(problem, layers, device, split)
+        return time_ms, piece_tails(problem, layers, device, split)
 
     # Shares
 

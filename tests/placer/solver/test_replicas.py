@@ -12,7 +12,7 @@ from rows import row
 from small_requests import SHARE
 
 from placer.errors import PlacementError
-from placer.schedule.buckets import ADD_BYTES_PER_S, BUCKET_BYTES, gradient_buckets
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, gradient_pieces
 from placer.schema import Cluster, Constraints, Device, Link, Rate, Replica
 from placer.solver.check import check
 from placer.solver.replicas.interpolation import profile_of_share
@@ -141,12 +141,12 @@ def test_data_parallelism_reaches_the_closed_form():
     placement = solve(step_request(schedule="1f1b", optimizer_ms=0.5))
     add_ms = 1e3 * 3 * 0.75 * LARGE / ADD_BYTES_PER_S
     send_ms = 1e3 * 0.75 * LARGE / 1e15
-    # of 8 equal reductions, which are shorter than passes, the last one is exposed
-    exposed_ms, gather_ms = add_ms + send_ms, 8 * send_ms
+    # of 4 equal reductions, which are shorter than passes, the last one is exposed
+    exposed_ms, gather_ms = 2 * (add_ms + send_ms), 8 * send_ms
     expected = 2 * 8 * 3 + exposed_ms + 8 * 0.5 / 4 + gather_ms
     assert placement.objective_value == pytest.approx(expected, rel=1e-9)
     assert placement.step.reduction_ms == pytest.approx(8 * (add_ms + send_ms) + gather_ms)
-    assert placement.step.reduction_hidden_ms == pytest.approx(7 * (add_ms + send_ms))
+    assert placement.step.reduction_hidden_ms == pytest.approx(6 * (add_ms + send_ms))
 
 
 def test_stages_are_replicated_where_one_device_cannot_hold_the_model():
@@ -165,7 +165,7 @@ def test_each_replica_holds_a_part_of_the_optimizer_and_a_buffer():
     placement = solve(request.model_copy(update={"profile": profile}))
     for load in placement.devices:
         assert load.memory.param_bytes == 8 * LARGE
-        assert load.memory.grad_bytes == 8 * LARGE + LARGE
+        assert load.memory.grad_bytes == 8 * LARGE + 2 * LARGE
         assert load.memory.optimizer_bytes == 8 * 2 * LARGE // 4
 
 
@@ -256,14 +256,10 @@ def test_devices_that_no_number_divides_form_no_equal_pipelines():
     assert list(shapes(unlike)) == []
 
 
-def test_buckets_are_filled_from_the_last_layer_on():
-    half = BUCKET_BYTES // 2
-    assert gradient_buckets([half, half, half, 0, half, half]) == [
-        range(4, 6),
-        range(1, 4),
-        range(0, 1),
-    ]
-    assert gradient_buckets([0, 0]) == []
+def test_a_stage_is_cut_into_pieces_of_about_equal_gradients():
+    assert gradient_pieces([1] * 8) == [range(6, 8), range(4, 6), range(2, 4), range(0, 2)]
+    assert gradient_pieces([5, 0, 0, 1]) == [range(1, 4), range(0, 1)]
+    assert gradient_pieces([0, 0]) == []
 
 
 def test_reductions_take_the_rates_of_links_that_are_busy_both_ways():
