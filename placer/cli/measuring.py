@@ -77,7 +77,8 @@ def _measured(
         raise InputError("give the inputs of a whole batch: --input 32x3x224x224")
     loaded, batch = example.load(model)
     module = loaded.train(placement.training)
-    flow = DataFlow(module, sorted(set(placement.layer_devices.values())))
+    used = {*placement.layer_devices.values(), *_replica_devices(placement)}
+    flow = DataFlow(module, sorted(used))
     flow.update_flow(placement)
     if not placement.training:
         return flow.measure(batch, chunks=chunks, profile=known, compile=compiles)
@@ -90,6 +91,11 @@ def _measured(
 
     step = flow.train_step(mean_square, compile=compiles)
     return flow.measure(batch, step=step, chunks=chunks, profile=known)
+
+
+def _replica_devices(placement: Placement) -> set[str]:
+    """Return the devices that share stages with others."""
+    return {replica.device for members in placement.replicas.values() for replica in members}
 
 
 @expanded(RefineOptions)

@@ -83,6 +83,11 @@ def refine(
             f"the placement is {placement.status} and places no layer, so there is nothing to "
             "measure"
         )
+    if placement.replicas:
+        raise InputError(
+            "the placement has replicas, which refine does not measure; give one that was solved "
+            "with replicas='never'"
+        )
     how = combined(RefineOptions, options, fields, refine)
     loss_fn, target = how.loss_fn, how.target
     require_module(model)
@@ -98,7 +103,7 @@ def refine(
     elif profile is not None:
         request = request.model_copy(update={"profile": profile})
     # one micro-batch size only: the measurements correct no other profile
-    request = _of_one_size(request, placement)
+    request = _of_one_size(request, placement).model_copy(update={"replicas": "never"})
     _refuse_unlike(request.profile, placement, model, example_inputs)
     timed = how.timer or device_times
     stages = Stages(

@@ -30,6 +30,9 @@ MOST_OTHERS = 3
 MOST_SEGMENTS = 3
 MOST_LAYERS = 8
 MOST_REQUIREMENTS = 8
+MOST_HOLDERS = 4
+NEAR = 1.001
+"""Factor of a bound up to which a step counts as known."""
 _STATUSES = {
     "optimal": "proven",
     "feasible": "the best found in time",
@@ -86,11 +89,21 @@ def proven(placement: Placement) -> list[str]:
 
 
 def segment_texts(placement: Placement) -> list[str]:
-    """Return a line for each device with the first and last layer of each of its segments."""
+    """Return a line for each device with the first and last layer of each of its segments.
+
+    Devices that hold the same layers share a line.
+    """
     return [
-        f"{device:10}  {_run_text(runs)}"
+        f"{_holders_text(placement, device):10}  {_run_text(runs)}"
         for device, runs in _segments(placement.layer_devices).items()
     ]
+
+
+def _holders_text(placement: Placement, device: str) -> str:
+    """Return the devices that hold the layers of one."""
+    names = [replica.device for replica in placement.replicas.get(device, ())] or [device]
+    more = f" and {len(names) - MOST_HOLDERS} more" if len(names) > MOST_HOLDERS else ""
+    return f"{', '.join(names[:MOST_HOLDERS])}{more}"
 
 
 def _devices(placement: Placement, *, shares: bool = True) -> Table:
@@ -194,6 +207,7 @@ def _step(placement: Placement, step: Step) -> list[str]:
             f"a step      {row} steady-state, as in a training loop; "
             f"{ms_text(step.alone_ms)} isolated"
         )
+    lines += _replicas(placement, step)
     others = [
         # the best one is reported already
         choice
@@ -207,10 +221,70 @@ def _step(placement: Placement, step: Step) -> list[str]:
     return lines
 
 
+def _replicas(placement: Placement, step: Step) -> list[str]:
+    """Return lines about the shapes that were compared, and about shares and their exchange."""
+    lines = []
+    if shapes := _shape_texts(step):
+        lines.append(f"shapes      {'; '.join(shapes)}")
+    if placement.replicas:
+        members = next(iter(placement.replicas.values()))
+        samples = {replica.samples for replica in members}
+        if len(samples) == 1:
+            shares = f"each computes {count_text(samples.pop(), 'sample')} of a micro-batch"
+        else:
+            shares = ", ".join(f"{replica.device} {replica.samples}" for replica in members)
+            shares += " samples of a micro-batch"
+        if step.measured_batch_sizes:
+            sizes = ", ".join(map(str, step.measured_batch_sizes))
+            shares += f"; times are interpolated between the measured sizes {sizes}"
+        lines.append(f"replicas    {len(members)}: {shares}")
+        lines.append(
+            f"exchange    gradient reduction takes {ms_text(step.reduction_ms)}, of which "
+            f"{ms_text(step.reduction_hidden_ms)} are hidden"
+        )
+    return lines
+
+
+def _shape_texts(step: Step) -> list[str]:
+    """Return the shortest step of each number of replicas, as text; nothing without replicas.
+
+    The search of a shape ends once its bound shows that another one is shorter.
+    """
+    groups: dict[int, list[StepChoice]] = {}
+    for choice in step.choices:
+        groups.setdefault(choice.replicas, []).append(choice)
+    if groups.keys() <= {1}:
+        return []
+    texts: list[tuple[float, str]] = []
+    for replicas, choices in groups.items():
+        known = [(one.objective_value, one) for one in choices if one.objective_value is not None]
+        bound = min((one.bound for one in choices if one.bound is not None), default=None)
+        value, best = min(known, key=lambda one: one[0], default=(None, None))
+        if best is not None and value is not None:
+            stages = best.stages or 1
+            texts.append((value, f"{_shape_text(stages, replicas)}: {ms_text(value)}"))
+            if (replicas, stages) != (1, 1) or bound is None or value <= bound * NEAR:
+                continue
+        if bound is not None:
+            shape = "stages" if replicas == 1 else f"{replicas} replicas"
+            texts.append((bound, f"{shape}: at least {ms_text(bound)}"))
+    return [text for _, text in sorted(texts)]
+
+
+def _shape_text(stages: int, replicas: int) -> str:
+    """Return the name of a shape."""
+    if replicas == 1:
+        return "one device" if stages == 1 else f"{stages} stages"
+    return f"{replicas} replicas" if stages == 1 else f"{stages} stages x {replicas} replicas"
+
+
 def _choice_text(choice: Placement | StepChoice) -> str:
     segments = "" if choice.contiguous else ", several segments a device"
     chunks = count_text(choice.chunks, "micro-batch", "micro-batches")
-    return f"{chunks} of {choice.batch_size}, {choice.schedule}{segments}"
+    given = choice.replicas
+    count = given if isinstance(given, int) else max(map(len, given.values()), default=1)
+    replicas = f", {count} replicas" if count > 1 else ""
+    return f"{chunks} of {choice.batch_size}, {choice.schedule}{segments}{replicas}"
 
 
 def _objective_text(placement: Placement) -> str:
@@ -245,7 +319,7 @@ def _single_text(placement: Placement) -> str:
     if single.load_ms is not None:
         return f"{single.device} alone is busy for {ms_text(single.load_ms)} for one micro-batch"
     alone = f"{single.device} alone: {value}"
-    if len(set(placement.layer_devices.values())) == 1:
+    if len(set(placement.layer_devices.values())) == 1 and not placement.replicas:
         return f"{alone}; splitting would not be better"
     return f"{faster} over {alone}" if faster else alone
 

@@ -149,6 +149,12 @@ def compare(
             " more, as ?id= of placements or as maps in the body"
         )
     of = placements or {}
+    for name, placement in of.items():
+        if placement.replicas:
+            raise InputError(
+                f"placement {name} has replicas, and a map has none; compare placements that were"
+                " solved with replicas='never'"
+            )
     evaluations = [evaluate(request, where, chosen_by=of.get(name)) for name, where in maps.items()]
     values = [
         (one.objective_value, name)
@@ -177,6 +183,8 @@ def evaluate(
     chosen_by: Placement | None = None,
 ) -> Evaluation:
     """Return the cost of a map and its faults.
+
+    The map has no replicas, even if the request allows them.
 
     Args:
         request: Request that the map answers.

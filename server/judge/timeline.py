@@ -50,9 +50,9 @@ def report_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
     from placer.report.page import html_report
 
     def show(request: PlacementRequest, placement: Placement) -> str:
-        return html_report(
-            placement, profile_of(request, placement) if placement.layer_devices else None
-        )
+        # The times of layers in a profile are those of one device, not of a replica's share.
+        is_shown = placement.layer_devices and not placement.replicas
+        return html_report(placement, profile_of(request, placement) if is_shown else None)
 
     return _shown(payload, show)
 
@@ -91,6 +91,8 @@ def _asked(request: PlacementRequest, placement: Placement) -> PlacementRequest:
 def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     """Simulate a batch of a placement, pass by pass, under the placement's own schedule.
 
+    Of replicas the timeline shows the first pipeline, with its exchanges as part of the optimizer.
+
     Args:
         request: Request that the placement answers.
         placement: Placement with a map.
@@ -102,6 +104,8 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     from placer import schedule
     from placer.solver import costs, pipelines
     from placer.solver.problem import Problem
+    from placer.solver.replicas.gradient_exchange import with_exchanges
+    from placer.solver.replicas.replica_shapes import replication_of
 
     where = placement.layer_devices
     if not where:
@@ -109,10 +113,12 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
             f"placement {placement.id} is {placement.status}: it has no map, so there is no"
             " timeline"
         )
-    asked = _asked(request, placement)
+    asked, replication = _asked(request, placement), None
+    if placement.replicas:
+        replication = replication_of(request, placement)
     # Only objective "step" allows "auto", and its placements name the chosen schedule.
     assert asked.schedule != "auto"
-    problem = Problem.from_request(asked)
+    problem = replace(Problem.from_request(asked), replication=replication)
     index = {device.name: number for number, device in enumerate(problem.devices)}
     assignment = [index[where[layer.name]] for layer in problem.layers]
     result = costs.evaluate(problem, assignment)
@@ -121,7 +127,7 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         result = costs.evaluate(problem, assignment)
     if result is None:
         raise InputError(f"placement {placement.id} cannot run: a link is missing")
-    recomputed = frozenset(index[name] for name in placement.recompute)
+    recomputed = frozenset(index[name] for name in placement.recompute if name in index)
     pipeline = pipelines.pipeline_of(problem, assignment, result.stages, recomputed)
     shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
     problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
@@ -130,6 +136,8 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         (partial(_fit_in_flight, held), [min(one, shown) for one in held]) if held else (None, None)
     )
     run = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room, room))
+    if result.exchanges:
+        pipeline = with_exchanges(pipeline, dict(result.exchanges))
     optimizer = pipeline.optimizer_by_device()
     single = placement.single_device
     devices = [problem.devices[place].name for place in pipeline.places]
@@ -141,7 +149,7 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         shown_chunks=shown,
         step_ms=run.step_ms + max(optimizer.values(), default=0.0),
         single_device_ms=None
-        if single is None
+        if single is None or placement.replicas
         else _single_device_ms(problem, index[single.device], shown),
         bubble=min(1.0, max(0.0, run.bubble)),
         devices=tuple(

@@ -101,13 +101,22 @@ def _named(
     transfers_ms = busiest.send_ms + busiest.receive_ms
     if transfers_ms > busiest.compute_ms:
         return "link", f"the links of {busiest.device}: {transfers_ms:.4g} ms of transfers"
-    mine = [name for name, device in placement.layer_devices.items() if device == busiest.device]
+    holder = _first_holder(placement, busiest.device)
+    mine = [name for name, device in placement.layer_devices.items() if device == holder]
     if len(mine) == 1:
         return "layer", f"layer {mine[0]!r} on {busiest.device}: {busiest.compute_ms:.4g} ms alone"
     return (
         "work",
         f"the work of {len(mine)} layers on {busiest.device}: {busiest.compute_ms:.4g} ms",
     )
+
+
+def _first_holder(placement: Placement, device: str) -> str:
+    """Return the device under which the map has the layers of a device or replica."""
+    for first, members in placement.replicas.items():
+        if device in (replica.device for replica in members):
+            return first
+    return device
 
 
 def _fullest(placement: Placement) -> str:

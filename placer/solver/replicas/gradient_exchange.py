@@ -11,8 +11,8 @@ last weight-gradient pass where these run apart. Reductions follow one another::
     exposed(d)  = max(0, end(last) - busy(d))
 
 Only passes hide a reduction, bubbles do not. Where a device may have several segments, the order of
-passes is the one that is shortest without the exchange. After its last pass the device waits for exposed(d),
-runs its part of the optimizer, and gathers parameters::
+passes is the one that is shortest without the exchange. After its last pass the device waits for
+exposed(d), runs its part of the optimizer, and gathers parameters::
 
     optimizer slot(d) = exposed(d) + optimizer(d) / R + gather(gradients(d))
 """

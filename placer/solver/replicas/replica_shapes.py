@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from placer.schema import Constraints, Device, PlacementRequest, Profile
+from placer.schema import Constraints, Device, Placement, PlacementRequest, Profile
+from placer.solver.replicas.interpolation import profile_of_share
 from placer.solver.replicas.replication import (
     Links,
     Replication,
@@ -154,6 +155,58 @@ def question_of_pipeline(
         changed |= {"chunks": chunks}
     own, *others = (shared_profile(profile, replicas) for profile in profiles)
     return request.model_copy(update=changed | {"profile": own, "profiles": tuple(others)})
+
+
+def question_of_first_pipeline(
+    request: PlacementRequest, placement: Placement
+) -> PlacementRequest | None:
+    """Return the question that the first pipeline of a placement answers, or None if none is.
+
+    Args:
+        request: the whole question.
+        placement: its answer, with replicas.
+    """
+    first = {members[0].device for members in placement.replicas.values()}
+    members = next(iter(placement.replicas.values()))
+    devices = tuple(device for device in request.devices if device.name in first)
+    every = sorted((request.profile, *request.profiles), key=lambda profile: profile.batch_size)
+    share = members[0].samples
+    if len(devices) < len(first) or not every[0].batch_size <= share <= every[-1].batch_size:
+        return None
+    links = tuple(
+        link for link in request.placed_on.links if link.source in first and link.target in first
+    )
+    rules = request.constraints.model_copy(
+        update={"max_devices": None, "min_devices": None, "contiguous": placement.contiguous}
+    )
+    return request.model_copy(
+        update={
+            "profile": shared_profile(profile_of_share(every, share), len(members)),
+            "profiles": (),
+            "batch_size": None,
+            "cluster": request.placed_on.model_copy(update={"devices": devices, "links": links}),
+            "chunks": placement.chunks,
+            "schedule": placement.schedule,
+            "constraints": rules,
+            "explain": False,
+        }
+    )
+
+
+def replication_of(request: PlacementRequest, placement: Placement) -> Replication | None:
+    """Return what the replicas of a placement cost.
+
+    Args:
+        request: the whole question.
+        placement: its answer, with replicas.
+    """
+    links = {(link.source, link.target): link for link in request.placed_on.links}
+    device_of = {device.name: device for device in request.devices}
+    first = [device.name for device in request.devices if device.name in placement.replicas]
+    positions = [
+        [device_of[replica.device] for replica in placement.replicas[name]] for name in first
+    ]
+    return replication(positions, links)
 
 
 def _fitting(request: PlacementRequest, samples: int) -> list[Profile]:

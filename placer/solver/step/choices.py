@@ -19,6 +19,7 @@ from placer.schema import (
 from placer.solver import costs
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
+from placer.solver.replicas.replica_shapes import question_of_first_pipeline
 from placer.solver.replicas.replication import Replication
 from placer.solver.step import step_bounds
 
@@ -138,8 +139,11 @@ def question_of(request: PlacementRequest, placement: Placement) -> PlacementReq
             ``step`` leaves one.
 
     Returns:
-        The question, or None if the request does not allow this choice.
+        The question, or None if the request does not allow this choice. Of a placement with
+        replicas it is the question that the first pipeline answers.
     """
+    if placement.replicas:
+        return question_of_first_pipeline(request, placement)
     if request.objective != "step":
         return request
     choice = (placement.batch_size, placement.chunks, placement.schedule, placement.contiguous)
