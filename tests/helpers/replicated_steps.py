@@ -304,6 +304,17 @@ class ReplicatedSteps(Steps):
         add = 3 * part * (self.count - 1) / self.count / ADD_BYTES_PER_S
         return 1e3 * ((self.count - 1) * one + adding * add * self.count) if size else 0.0
 
+    def maps(self):
+        """Each assignment, where rooms leave memory for the largest piece of each device."""
+        for every, where in super().maps():
+            limits = {
+                device.name: device.usable_bytes
+                - self.largest_piece(every, where, where, device.name)
+                for device in every.devices
+            }
+            every.limit = limits.get
+            yield every, where
+
     def steps(self, every, where):
         for parts in self.steps_in_parts(every, where):
             yield self.step_with(*parts)

@@ -25,7 +25,7 @@ from torch.nn import functional
 import placer
 from placer import Placement, PlacementRequest, zoo
 from placer.errors import InputError
-from placer.schema import Constraints
+from placer.schema import Constraints, Replica
 from placer.testing import logical_devices
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,6 +127,18 @@ def test_a_model_that_computes_its_own_loss_and_returns_an_object_is_refined_wit
     batch = {"x": torch.randn(4, 8), "labels": torch.arange(4)}
     found = refined_by_flops(_ComputesItsLoss(), batch, training=True, rounds=1)
     assert all(stage.backward_ms > 0 for stage in found.rounds[0].stages)
+
+
+def test_a_placement_with_replicas_is_refused() -> None:
+    shared = tuple(Replica(device=f"cpu:{number}", samples=1) for number in range(2))
+    placement = Placement(
+        status="optimal",
+        objective="step",
+        layer_devices={"a": "cpu:0"},
+        replicas={"cpu:0": shared},
+    )
+    with pytest.raises(InputError, match="has replicas, which refine does not measure"):
+        placer.refine(placement, nn.Linear(2, 2), torch.zeros(1, 2))
 
 
 def test_a_placement_of_nothing_is_refused() -> None:

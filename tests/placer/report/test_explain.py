@@ -18,6 +18,7 @@ from placer.schema import (
     MemoryUse,
     Placement,
     Profile,
+    Replica,
     SingleDevice,
     Step,
     StepChoice,
@@ -175,6 +176,65 @@ def test_a_whole_batch_is_shown_with_the_best_that_was_not_chosen() -> None:
     assert "14.00 ms steady-state, as in a training loop; 15.00 ms isolated" in line
     others = [line for line in text.splitlines() if "instead " in line]
     assert len(others) == 3 and "8 micro-batches of 8, 1f1b: 15.50 ms" in others[0]
+
+
+def replicated(**changes: Any) -> Placement:
+    """Four alike devices; the choice of each shape."""
+
+    def choice(replicas: int, stages: int | None, value: float | None, bound: float) -> StepChoice:
+        return StepChoice(
+            batch_size=16,
+            chunks=4,
+            schedule="1f1b",
+            contiguous=True,
+            replicas=replicas,
+            stages=stages,
+            objective_value=value,
+            bound=bound,
+        )
+
+    step = Step(
+        batch_size=64,
+        samples_per_s=1000.0,
+        bubble=0.1,
+        reduction_ms=9.0,
+        reduction_hidden_ms=7.0,
+        alone_ms=53.0,
+        in_a_row_ms=53.0,
+        choices=(
+            choice(4, 1, 53.0, 53.0),
+            choice(2, 2, 58.0, 53.0),
+            choice(1, 4, 62.0, 53.0),
+            choice(1, 1, 190.0, 53.0),
+            choice(3, None, None, 55.0),
+        ),
+    )
+    replicas = tuple(Replica(device=f"cuda:{i}", samples=4) for i in range(4))
+    where = dict.fromkeys(("stem", "layer1", "layer2", "head"), "cuda:0")
+    given = {"layer_devices": where, "replicas": {"cuda:0": replicas}, "step": step, "chunks": 4}
+    return placement(**{"objective": "step", "objective_value": 53.0} | given | changes)
+
+
+def test_shapes_are_compared_from_the_shortest_step_on() -> None:
+    text = explain(replicated())
+    assert row(text, "shapes ").endswith(
+        "4 replicas: 53.00 ms; 3 replicas: at least 55.00 ms; 2 stages x 2 replicas: 58.00 ms; "
+        "4 stages: 62.00 ms"
+    )
+    assert "gradient reduction takes 9.00 ms, of which 7.00 ms are hidden" in row(text, "exchange ")
+    assert "4: each computes 4 samples of a micro-batch" in row(text, "replicas    ")
+    assert "cuda:0, cuda:1, cuda:2, cuda:3  stem … head" in text
+    assert "splitting would not be better" not in text
+
+
+def test_uneven_shares_name_the_measured_sizes() -> None:
+    shares = Replica(device="cuda:0", samples=5), Replica(device="cuda:1", samples=11)
+    step = replicated().step
+    assert step is not None
+    step = step.model_copy(update={"measured_batch_sizes": (4, 16)})
+    text = explain(replicated(replicas={"cuda:0": shares}, step=step), width=200)
+    assert "2: cuda:0 5, cuda:1 11 samples of a micro-batch; times are interpolated between" in text
+    assert "the measured sizes 4, 16" in text
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from placer.schema import PlacementRequest
+from placer.errors import InputError
+from placer.schema import Placement, PlacementRequest, Replica
 from placer.solver.check import check
 from placer.solver.solve import solve
 from placer_server.judge.evaluation import compare, evaluate
@@ -141,6 +142,18 @@ def test_a_map_that_does_not_fit_says_how_many_bytes_are_short():
     found = evaluate(example("infeasible"), EVEN)
     assert [fault.kind for fault in found.faults] == ["out-of-memory"] * 2
     assert found.faults[0].short_bytes == 4 * 2**30 + 3 * 2**24
+
+
+def test_placements_with_replicas_are_no_maps_to_compare():
+    request = example()
+    first = request.devices[0].name
+    where = {layer.name: first for layer in request.profile.layers}
+    shared = tuple(Replica(device=device.name, samples=4) for device in request.devices[:2])
+    placement = Placement(
+        status="feasible", objective="throughput", layer_devices=where, replicas={first: shared}
+    )
+    with pytest.raises(InputError, match="placement p has replicas"):
+        compare(request, {"p": where, "mine": where}, {"p": placement})
 
 
 def test_a_map_over_a_missing_link_is_named_and_has_no_value():

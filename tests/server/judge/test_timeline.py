@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from rows import row
 
 from placer.schema import Placement, PlacementRequest, Timeline
 from placer_server.app import default_solver
@@ -48,6 +49,26 @@ def test_inference_has_forward_passes_alone():
     shown = timeline(example(chunks=3, training=False), placed())
     assert {p.phase for p in shown.passes} == {"forward"}
     assert shown.step_ms == pytest.approx((3 + 2 - 1) * 2.5)
+
+
+def test_of_replicas_the_first_pipeline_is_shown_with_its_exchange():
+    request = row(
+        [1.0] * 4,
+        devices=4,
+        chunks=8,
+        schedule="1f1b",
+        grad_bytes=100_000_000,
+        memory_bytes=400_000_000,
+        optimizer_ms=0.5,
+        steps="alone",
+        replicas="auto",
+    )
+    placement = default_solver(request)
+    assert len(placement.replicas) == 2
+    shown = timeline(request, placement)
+    assert [spent.device for spent in shown.devices] == list(placement.stages)
+    assert shown.step_ms == pytest.approx(placement.objective_value)
+    assert len(shown.passes) == 2 * 2 * placement.chunks
 
 
 def test_one_device_has_no_bubble():
