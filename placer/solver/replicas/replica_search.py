@@ -6,14 +6,15 @@
     without replicas       the search without replicas
 
 A search is given the best step so far, and closes what cannot be shorter. Each has a share of the
-time in proportion to the devices of its pipeline; what it leaves goes to the next. The bound of the
-answer is the lowest bound of all shapes.
+time in proportion to the devices of its pipeline; what it leaves goes to the next. With the time
+that is left at the end, shapes that may still be better are searched again. The bound of the answer
+is the lowest bound of all shapes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -22,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from placer.schema import Placement, PlacementRequest, SingleDevice, StepChoice
 from placer.solver import answer
+from placer.solver.answer import PROVEN_GAP
 from placer.solver.cpsat.runner import Meter
 from placer.solver.problem import Problem
 from placer.solver.replicas import replica_answer, replica_shapes
@@ -32,8 +34,15 @@ from placer.solver.search import Incumbent, Progress
 from placer.solver.step import step_answer
 from placer.solver.step.choices import questions
 
+LEAST_PART = 0.1
+"""The least part of the time that is left for a shape: a pipeline of one device of many is solved
+in much less, but needs longer than its share of devices."""
+
 SHORTEST_S = 0.05
 """The least time of a shape, in seconds: enough to find a placement of a small model."""
+
+WORTH_A_ROUND = 0.1
+"""The part of the time limit that must be left to search shapes again."""
 
 
 class Answered(NamedTuple):
@@ -66,6 +75,55 @@ class PipelineSearch(Protocol):
 
 
 @dataclass
+class _Task:
+    """One shape, and what is known of it.
+
+    Attributes:
+        asked: what one of its pipelines is asked for.
+        shape: the pipelines; None without replicas.
+        bound: a lower bound on its objective.
+        choices: that were considered, by their values.
+        answer: of the latest search; None before the first one.
+    """
+
+    asked: PlacementRequest
+    shape: Shape | None = None
+    bound: float = 0.0
+    choices: dict[tuple[object, ...], StepChoice] = field(default_factory=dict)
+    answer: Placement | None = None
+
+    @property
+    def scale(self) -> int:
+        """The objective of one pipeline is so many times the objective of all."""
+        is_step = self.asked.objective == "step"
+        return 1 if is_step or self.shape is None else self.shape.replicas
+
+    @property
+    def is_infeasible(self) -> bool:
+        """True if it is proven that the shape has no placement."""
+        return self.answer is not None and self.answer.infeasible is not None
+
+    def keep(self, result: Answered) -> None:
+        """Keep what a search has found and proven."""
+        self.answer = result.placement
+        self.bound = max(self.bound, (result.placement.bound or 0.0) / self.scale)
+        for choice in result.choices:
+            key = choice.batch_size, choice.schedule, choice.contiguous
+            self.choices[key] = _better_known(choice, self.choices.get(key))
+
+
+def _better_known(new: StepChoice, old: StepChoice | None) -> StepChoice:
+    """Return a choice with the shorter step and the higher bound of two searches."""
+    if old is None or new.bound is None:
+        return new
+    best = new
+    if old.objective_value is not None and old.objective_value < (new.objective_value or inf):
+        best = old
+    bound = min(max(new.bound, old.bound or 0.0), best.objective_value or inf)
+    return best.model_copy(update={"bound": bound})
+
+
+@dataclass
 class ReplicaSearch:
     """One solve over all shapes.
 
@@ -76,8 +134,7 @@ class ReplicaSearch:
         stop: set it to end the search with the best so far.
         meter: counts the work.
         best: the best placement so far, without what is known of all shapes.
-        choices: of all shapes that were searched.
-        bounds: of all shapes that were searched and are not proven infeasible.
+        shares: the best shares of unlike devices; None if there are none.
     """
 
     request: PlacementRequest
@@ -86,44 +143,66 @@ class ReplicaSearch:
     stop: threading.Event | None
     meter: Meter
     best: Placement | None = None
-    choices: list[StepChoice] = field(default_factory=list)
-    bounds: list[float] = field(default_factory=list)
+    shares: UnevenShares | None = None
     began: float = field(default_factory=monotonic)
+
+    def __post_init__(self) -> None:
+        self._tasks: list[_Task] = []
 
     def answer(self) -> Placement:
         """Search all shapes; the placement is not yet checked."""
-        shapes = list(replica_shapes.shapes(self.request))
-        weights = [len(shape.pipelines[0]) for shape, _ in shapes] + [len(self.request.devices)]
-        for number, (shape, asked) in enumerate(shapes):
-            part = weights[number] / sum(weights[number:])
-            self._search_shape(shape, self._limited(asked, part), self._part(part))
+        alone = _Task(self.request)
+        shapes = [_Task(asked, shape) for shape, asked in replica_shapes.shapes(self.request)]
+        self._tasks = [*shapes, alone]
+        for task in shapes:
+            self._search_task(task, self._tasks[self._tasks.index(task) :])
         self._share_unevenly()
-        alone = self._search_alone()
+        self._search_task(alone, [alone])
+        again = [task for task in self._tasks if self._is_open(task)]
+        for number, task in enumerate(again):
+            if self._left_s() > WORTH_A_ROUND * self.request.time_limit_s and self._is_open(task):
+                self._search_task(task, again[number:])
         if self.best is None:
             return self._nothing(alone)
-        return self._finished(self.best, min(self.bounds))
+        return self._finished(self.best, min(self._bounds()))
 
     @property
     def _value(self) -> float:
         value = None if self.best is None else self.best.objective_value
         return inf if value is None else value
 
-    def _search_shape(self, shape: Shape, asked: PlacementRequest, meter: Meter) -> None:
-        """Search for the best pipeline of a shape."""
-        scale = shape.replicas if self.request.objective == "throughput" else 1
+    def _is_open(self, task: _Task) -> bool:
+        """Return whether a shape may be better than the best."""
+        is_over = self._is_stopped() or self.meter.left <= 0
+        return not (task.is_infeasible or is_over or task.bound >= self._value * (1 - PROVEN_GAP))
+
+    def _search_task(self, task: _Task, left: Sequence[_Task]) -> None:
+        """Search for the best placement of a shape.
+
+        Args:
+            task: the shape.
+            left: it and the shapes that still follow, which share the time.
+        """
+        sizes = [len(one.asked.devices) for one in left]
+        part = max(sizes[0] / sum(sizes), LEAST_PART)
 
         def report(found: Incumbent) -> None:
-            self._report(found, scale, lambda inner: self._of_shape(shape, inner))
+            self._report(found, task)
 
         progress = None if self.progress is None else report
-        result = self.search(asked, progress, meter, shape.replication, scale * self._value)
+        meter = Meter(part * self.meter.left)
+        costs = None if task.shape is None else task.shape.replication
+        asked = self._limited(task.asked, part)
+        task.keep(self.search(asked, progress, meter, costs, task.scale * self._value))
         self.meter.done += meter.done
-        self._keep(result, scale)
-        if result.placement.layer_devices:
-            self._offer(self._of_shape(shape, result.placement))
+        if task.answer is not None and task.answer.layer_devices:
+            self._offer(self._whole(task, task.answer))
 
-    def _of_shape(self, shape: Shape, inner: Placement) -> Placement:
-        return replica_answer.placement_of_shape(self.request, shape, inner)
+    def _whole(self, task: _Task, inner: Placement) -> Placement:
+        """Return the placement of all pipelines, from the placement of one."""
+        if task.shape is None:
+            return inner.model_copy(update={"id": self.request.content_hash()})
+        return replica_answer.placement_of_shape(self.request, task.shape, inner)
 
     def _share_unevenly(self) -> None:
         """Search for the best shares of unlike devices."""
@@ -132,54 +211,44 @@ class ReplicaSearch:
         shares = UnevenShares(self.request, lambda: self._left_s() <= 0 or self._is_stopped())
         if not shares.applies():
             return
+        self.shares = shares
         shares.search(self._value)
-        self.choices += replica_answer.choices_of_shares(self.request, shares)
-        self.bounds += [bound for bound in shares.bounds.values() if bound < inf]
         for found in shares.found.values():
             if found.step_ms < self._value:
                 self._offer(replica_answer.placement_of_shares(self.request, shares, found))
 
-    def _search_alone(self) -> Placement:
-        """Search for the best placement without replicas."""
+    def _bounds(self) -> list[float]:
+        """Return a bound of each shape that is not proven infeasible."""
+        bounds = [task.bound for task in self._tasks if not task.is_infeasible]
+        if self.shares is not None:
+            bounds += [bound for bound in self.shares.bounds.values() if bound < inf]
+        return bounds
 
-        def report(found: Incumbent) -> None:
-            self._report(found, 1, lambda inner: inner)
-
-        progress = None if self.progress is None else report
-        asked = self._limited(self.request, 1.0)
-        result = self.search(asked, progress, self._part(1.0), None, self._value)
-        self._keep(result, 1)
-        if result.placement.layer_devices:
-            changed = {"id": self.request.content_hash()}
-            self._offer(result.placement.model_copy(update=changed))
-        return result.placement
-
-    def _keep(self, result: Answered, scale: int) -> None:
-        """Keep what a search has proven."""
-        self.choices += result.choices
-        if result.placement.infeasible is None:
-            self.bounds.append((result.placement.bound or 0.0) / scale)
+    def _choices(self) -> list[StepChoice]:
+        """Return what is known of all choices so far."""
+        found = [choice for task in self._tasks for choice in task.choices.values()]
+        if self.shares is not None:
+            found += replica_answer.choices_of_shares(self.request, self.shares)
+        return found
 
     def _offer(self, placement: Placement) -> None:
         assert placement.objective_value is not None
         if placement.objective_value < self._value:
             self.best = placement
 
-    def _report(
-        self, found: Incumbent, scale: int, whole: Callable[[Placement], Placement]
-    ) -> None:
+    def _report(self, found: Incumbent, task: _Task) -> None:
         """Report a placement that a search has found, if it is better than the best shape."""
-        value = found.objective_value / scale
+        value = found.objective_value / task.scale
         if value >= self._value or self.progress is None:
             return
-        choices = tuple(self.choices)
+        choices = self._choices()
 
         def placement() -> Placement:
             # other shapes are still to be searched, so nothing is proven of them
             single, time_s = self._single, monotonic() - self.began
-            inner = whole(found.placement())
-            own = inner.step.choices if inner.step is not None else ()
-            return replica_answer.finished(inner, 0.0, single, (*choices, *own), time_s)
+            whole = self._whole(task, found.placement())
+            own = whole.step.choices if whole.step is not None else ()
+            return replica_answer.finished(whole, 0.0, single, (*choices, *own), time_s)
 
         self.progress(Incumbent(value, 0.0, monotonic() - self.began, placement))
 
@@ -194,19 +263,19 @@ class ReplicaSearch:
 
     def _finished(self, placement: Placement, bound: float) -> Placement:
         time_s = monotonic() - self.began
-        return replica_answer.finished(placement, bound, self._single, self.choices, time_s)
+        return replica_answer.finished(placement, bound, self._single, self._choices(), time_s)
 
-    def _nothing(self, alone: Placement) -> Placement:
+    def _nothing(self, alone: _Task) -> Placement:
         """Return an answer without a placement: infeasible if every shape is proven to be."""
+        assert alone.answer is not None
         changed: dict[str, object] = {
             "id": self.request.content_hash(),
             "solve_time_s": monotonic() - self.began,
         }
-        if self.bounds and alone.infeasible is not None:
-            changed |= {"status": "unknown", "infeasible": None, "bound": min(self.bounds)}
-        elif self.bounds:
-            changed |= {"bound": min(self.bounds)}
-        return alone.model_copy(update=changed)
+        bounds = self._bounds()
+        if bounds:
+            changed |= {"status": "unknown", "infeasible": None, "bound": min(bounds)}
+        return alone.answer.model_copy(update=changed)
 
     # Limits
 
@@ -215,10 +284,6 @@ class ReplicaSearch:
         by_work = self.meter.limit < inf  # then the clock must not decide
         time_s = max(SHORTEST_S, self._left_s() * (1.0 if by_work else part))
         return asked.model_copy(update={"time_limit_s": time_s})
-
-    def _part(self, part: float) -> Meter:
-        """Return a meter for a part of the work that is left."""
-        return Meter(part * self.meter.left)
 
     def _left_s(self) -> float:
         return self.request.time_limit_s - (monotonic() - self.began)
