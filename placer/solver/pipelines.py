@@ -158,18 +158,6 @@ def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
     )
 
 
-def slot_ms(problem: Problem, layer: int, device: int) -> float:
-    """Return what a layer adds at least to a device's time between two steps, in milliseconds.
-
-    It is the optimizer's step and, with replicas, the gathering of parameters without latency.
-    """
-    time_ms = optimizer_ms(problem, layer, device)
-    if problem.replication is not None:
-        gather = problem.replication.gather[device]
-        time_ms += gather.byte_ms * problem.layers[layer].grad_bytes
-    return time_ms
-
-
 def _transfers(
     problem: Problem, stage_of: Sequence[int], places: Sequence[int]
 ) -> tuple[Transfer, ...]:

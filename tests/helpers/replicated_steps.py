@@ -211,10 +211,10 @@ class EveryShape:
             found = list(steps.parts())
             if not found:
                 return
-            ((end, optimizer, gather),) = found
+            ((end, optimizer),) = found
             ends.append(end)
             optimizers.append(optimizer)
-        yield max(ends) + max(optimizers) + gather
+        yield max(ends) + max(optimizers)
 
     def between(self, samples):
         """The profile of a size, by the rule of three."""
@@ -320,13 +320,13 @@ class ReplicatedSteps(Steps):
             yield self.step_with(*parts)
 
     def parts(self):
-        """When gradients are reduced, the optimizer and the gathering of one device alone."""
+        """The time between two optimizers, and the optimizer, of one device alone."""
         for every, where in self.maps():
             for pipeline, stage_of, found in self.steps_in_parts(every, where):
                 (slots,) = self.slots(pipeline, stage_of, found).values()
-                exposed, optimizer, gather = slots
+                exposed, optimizer, wait = slots
                 passes = step_ms(replace(pipeline, optimizer_ms=()), found)
-                yield passes + exposed, optimizer, gather
+                yield wait + passes + exposed, optimizer
 
     def steps_in_parts(self, every, where):
         """The order of passes that is shortest without the exchange, of those that fit."""
@@ -391,10 +391,22 @@ class ReplicatedSteps(Steps):
             lane = 0.0
             for ready_ms, size in sorted(complete):
                 lane = max(lane, ready_ms) + self.exchange_ms(size, adding=True)
-            total = sum(size for _, size in complete)
-            gather = self.exchange_ms(total, adding=False)
-            slots[place] = max(0.0, lane - clock), optimizer, gather
+            slots[place] = max(0.0, lane - clock), optimizer, self.wait(stage_of, sorted(final))
         return slots
+
+    def wait(self, stage_of, stages):
+        """How long the first forward passes of a device wait for parameters, piece by piece."""
+        kind = {device.name: device.type for device in self.every.devices}
+        lane = clock = 0.0
+        waited = 0.0
+        for stage in stages:
+            mine = [one for one in self.every.layers if stage_of[one.name] == stage]
+            for piece in cut_evenly(mine) or [mine]:
+                lane += self.exchange_ms(sum(one.grad_bytes for one in piece), adding=False)
+                waited += max(0.0, lane - clock)
+                clock = max(lane, clock)
+                clock += sum(one.forward_ms[kind[self.where[one.name]]] for one in piece)
+        return waited
 
     @classmethod
     def fits(cls, every, where, stage_of, found, again=frozenset()):

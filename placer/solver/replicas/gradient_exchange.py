@@ -10,11 +10,17 @@ last weight-gradient pass where these run apart. Reductions follow one another::
     end(j)      = max(ready(j), end(j - 1)) + reduce(bytes of j)      pieces by ready(j)
     exposed(d)  = max(0, end(last) - busy(d))
 
-Only passes hide a reduction, bubbles do not. Where a device may have several segments, the order of
-passes is the one that is shortest without the exchange. After its last pass the device waits for
-exposed(d), runs its part of the optimizer, and gathers parameters::
+In the next step, parameters come piece by piece, the first layers first, while the forward passes
+of earlier pieces run::
 
-    optimizer slot(d) = exposed(d) + optimizer(d) / R + gather(gradients(d))
+    waits(d)    = max over pieces j of  gather(bytes of 0) + ... + gather(bytes of j)
+                                        - forward times of the pieces before j
+
+Only passes hide an exchange, bubbles do not. Where a device may have several segments, the order of
+passes is the one that is shortest without the exchange. Between its last pass and the first one of
+the next step a device takes::
+
+    slot(d)     = exposed(d) + optimizer(d) / R + waits(d)
 """
 
 from __future__ import annotations
@@ -41,18 +47,20 @@ class Exchange:
         reduce_ms: the reduction of its gradients.
         exposed_ms: the part of it after its last pass.
         gather_ms: the gathering of its parameters.
+        waits_ms: the part of it for which the next passes wait.
         optimizer_ms: its part of the optimizer's step.
     """
 
     reduce_ms: float
     exposed_ms: float
     gather_ms: float
+    waits_ms: float
     optimizer_ms: float
 
     @property
     def slot_ms(self) -> float:
         """The time between the device's last pass and its first pass of the next step."""
-        return self.exposed_ms + self.optimizer_ms + self.gather_ms
+        return self.exposed_ms + self.optimizer_ms + self.waits_ms
 
     @property
     def total_ms(self) -> float:
@@ -62,7 +70,7 @@ class Exchange:
     @property
     def hidden_ms(self) -> float:
         """The part of it during which passes run."""
-        return self.reduce_ms - self.exposed_ms
+        return self.total_ms - self.exposed_ms - self.waits_ms
 
 
 def exchanges(
@@ -83,18 +91,22 @@ def exchanges(
     for layer, stage in enumerate(stage_of):
         layers[stage].append(layer)
     ready: dict[int, list[Ready]] = defaultdict(list)
+    stages: dict[int, list[list[int]]] = defaultdict(list)
     for stage, device in enumerate(pipeline.places):
         tails = piece_tails(problem, layers[stage], device, plan.split)
         ready[device] += [(ended[stage] - tail_ms, size) for tail_ms, size in tails]
+        stages[device].append(layers[stage])
     found = {}
     optimizer = pipeline.optimizer_by_device()
     for device, pieces in ready.items():
         reduce = costs.reduce[device]
         end_ms = reduced_by(pieces, reduce.time_ms)
+        gather_ms, waits_ms = gathered(problem, stages[device], device)
         found[device] = Exchange(
             reduce_ms=sum(reduce.time_ms(size) for _, size in pieces),
             exposed_ms=max(0.0, end_ms - busy[device]),
-            gather_ms=costs.gather[device].time_ms(sum(size for _, size in pieces)),
+            gather_ms=gather_ms,
+            waits_ms=waits_ms,
             optimizer_ms=optimizer[device],
         )
     return found
@@ -134,6 +146,38 @@ def piece_tails(
             sum(sizes[place] for place in piece),
         )
         for piece in gradient_pieces(sizes)
+    ]
+
+
+def gathered(problem: Problem, stages: Sequence[Sequence[int]], device: int) -> tuple[float, float]:
+    """Return the time to gather a device's parameters, and how long forward passes wait for it.
+
+    Args:
+        problem: the placement problem, with replicas.
+        stages: of the device, in order; the layers of each, ascending.
+        device: that runs them.
+    """
+    assert problem.replication is not None
+    time_ms = problem.replication.gather[device].time_ms
+    gathered_ms = passed_ms = waits_ms = 0.0
+    for layers in stages:
+        for size, forward_ms in piece_forwards(problem, layers, device):
+            gathered_ms += time_ms(size)
+            waits_ms = max(waits_ms, gathered_ms - passed_ms)
+            passed_ms += forward_ms
+    return gathered_ms, waits_ms
+
+
+def piece_forwards(problem: Problem, layers: Sequence[int], device: int) -> list[tuple[int, float]]:
+    """Return the bytes and the forward time of each piece of a stage, in execution order."""
+    sizes = [problem.layers[layer].grad_bytes for layer in layers]
+    kind = problem.devices[device].type
+    return [
+        (
+            sum(sizes[place] for place in piece),
+            sum(problem.layers[layers[place]].forward_ms[kind] for place in piece),
+        )
+        for piece in reversed(gradient_pieces(sizes) or [range(len(layers))])
     ]
 
 

@@ -143,10 +143,12 @@ def _step_of_shares(
     for result in results:
         assert result.pipeline is not None and result.plan is not None
         passes_ms.append(schedule.step_ms(result.pipeline, result.plan))
-    reduced_ms = max(ms + one.exposed_ms for ms, one in zip(passes_ms, exchanged, strict=True))
+    busy_until_ms = max(
+        one.waits_ms + ms + one.exposed_ms for ms, one in zip(passes_ms, exchanged, strict=True)
+    )
     optimizer_ms = max(one.optimizer_ms for one in exchanged)
-    step_ms = reduced_ms + optimizer_ms + exchanged[0].gather_ms
-    exposed_ms = reduced_ms - max(passes_ms)
+    step_ms = busy_until_ms + optimizer_ms
+    exposed_ms = busy_until_ms - max(passes_ms)
     busy_ms = sum(passes_ms) + sum(one.optimizer_ms for one in exchanged)
     bubble = 1 - busy_ms / (step_ms * len(results)) if step_ms else 0.0
     plan = results[0].plan
@@ -157,7 +159,7 @@ def _step_of_shares(
         bubble=min(1.0, max(0.0, bubble)),
         optimizer_ms=optimizer_ms,
         reduction_ms=exchanged[0].total_ms,
-        reduction_hidden_ms=max(0.0, exchanged[0].reduce_ms - exposed_ms),
+        reduction_hidden_ms=max(0.0, exchanged[0].total_ms - exposed_ms),
         steps=request.steps,
         alone_ms=step_ms,
         in_a_row_ms=step_ms,

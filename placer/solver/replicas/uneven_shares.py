@@ -3,18 +3,19 @@ r"""Data parallelism on unlike devices: how many samples of each micro-batch eac
 The whole model is on every device of a subset D. Of a batch of B samples in c micro-batches, device
 d computes n(d) samples of each, whole numbers with sum B / c. With p(d, n) the forward and backward
 time of a micro-batch of n samples on d, interpolated between measured sizes, and tail(d, n, j) the
-part of its backward pass that follows the completion of piece j::
+part of its backward pass that follows the completion of piece j, and waits(d, n) as in
+``gradient_exchange.py``::
 
     exposed(d, n) = max(0, max over pieces j of
                            reduce(j) + reduce(j + 1) + ... + reduce(last) - tail(d, n, j))
-    step          = max over d in D of (c * p(d, n(d)) + exposed(d, n(d)))
-                    + max over d in D of optimizer(d) / R + gather
+    busy(d, n)    = waits(d, n) + c * p(d, n) + exposed(d, n)
+    step          = max over d in D of busy(d, n(d)) + max over d in D of optimizer(d) / R
 
 A reduction waits for the slowest device. So the step is the maximum of terms of single devices, and
 a dynamic program over the devices finds the best shares exactly: with ``best(k, m)`` the smallest
 maximum of the first k devices with m samples in all::
 
-    best(k, m) = min over n of max(best(k - 1, m - n), c * p(k, n) + exposed(k, n))
+    best(k, m) = min over n of max(best(k - 1, m - n), busy(k, n))
 
 Subsets and numbers of micro-batches are tried in the order of a lower bound, the time that the work
 takes if all devices compute at their best rate, until no bound is below the best step.
@@ -35,11 +36,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.schema import Device, PlacementRequest, Profile, Schedule
+from placer.schema import Device, PlacementRequest, Schedule
 from placer.solver import costs
 from placer.solver.answer import PROVEN_GAP
 from placer.solver.problem import ROUNDING, Problem
-from placer.solver.replicas.gradient_exchange import piece_tails
+from placer.solver.replicas.gradient_exchange import piece_forwards, piece_tails
 from placer.solver.replicas.interpolation import can_interpolate, profile_of_share
 from placer.solver.replicas.replication import Replication, replication, shared_profile
 
@@ -69,6 +70,24 @@ class SharedBatch:
     replication: Replication
 
 
+class _TimesBySize(NamedTuple):
+    """Times of a device by size of its share, from the smallest measured size on.
+
+    Attributes:
+        passes: both passes of a micro-batch.
+        tails: by piece in the order of backward passes, what follows it in the pass.
+        tail_bytes: the bytes of their gradients.
+        forwards: by piece in the order of forward passes, its forward time.
+        forward_bytes: the bytes of their parameters.
+    """
+
+    passes: Times
+    tails: list[Times]
+    tail_bytes: list[int]
+    forwards: list[Times]
+    forward_bytes: list[int]
+
+
 class _Candidate(NamedTuple):
     """A subset of devices and a number of micro-batches, with a bound of its steps in ms."""
 
@@ -76,7 +95,7 @@ class _Candidate(NamedTuple):
     devices: tuple[int, ...]
     chunks: int
     replication: Replication
-    slot_ms: float
+    optimizer_ms: float
 
 
 class UnevenShares:
@@ -154,14 +173,14 @@ class UnevenShares:
             shared = replication([members], self._links)
             if shared is None:
                 continue
-            slot_ms = self._slot_ms(devices, shared)
+            optimizer_ms = self._longest_optimizer_ms(devices) / shared.replicas
             rate = sum(self._best_rate(device) for device in devices)
             for chunks in range(1, whole // (self._least * len(devices)) + 1):
                 samples, rest = divmod(whole, chunks)
                 if rest or samples > self._most * len(devices):
                     continue
-                bound = (whole / rate + slot_ms) * (1 - ROUNDING) if rate < inf else 0.0
-                yield _Candidate(bound, devices, chunks, shared, slot_ms)
+                bound = (whole / rate + optimizer_ms) * (1 - ROUNDING) if rate < inf else 0.0
+                yield _Candidate(bound, devices, chunks, shared, optimizer_ms)
 
     def _subsets(self) -> Iterator[tuple[int, ...]]:
         """Yield the subsets of two devices or more; of alike devices the first are taken."""
@@ -193,56 +212,59 @@ class UnevenShares:
             np.max(np.divide(sizes, time_ms, where=time_ms > 0, out=np.full_like(time_ms, inf)))
         )
 
-    def _slot_ms(self, devices: Sequence[int], shared: Replication) -> float:
-        """Return the time of the longest optimizer and of gathering."""
+    def _longest_optimizer_ms(self, devices: Sequence[int]) -> float:
+        """Return the time of the longest optimizer without replicas."""
         layers = self._problem.layers
         kinds = {self._problem.devices[device].type for device in devices}
-        longest = max(sum(layer.optimizer_ms.get(kind, 0.0) for layer in layers) for kind in kinds)
-        size = sum(layer.grad_bytes for layer in layers)
-        return longest / shared.replicas + shared.gather[0].time_ms(size)
+        return max(sum(layer.optimizer_ms.get(kind, 0.0) for layer in layers) for kind in kinds)
 
     # Times by size
 
     def _pass_ms(self, device: int) -> Times:
         """Return the time of both passes of a micro-batch, by size from the smallest measured."""
-        return self._by_size(self._key(device))[0]
+        return self._by_size(device).passes
 
-    def _key(self, device: int) -> tuple[str, bool]:
-        """Return the type of a device, and whether it recomputes."""
+    def _by_size(self, device: int) -> _TimesBySize:
+        """Return the times of a device by size."""
         one = self._problem.devices[device]
-        return one.type, self._problem.recompute[device] == "always"
-
-    def _by_size(self, key: tuple[str, bool]) -> tuple[Times, list[Times], list[int]]:
-        """Return, by size, the times of both passes and each piece's tail; the pieces' bytes."""
+        key = one.type, self._problem.recompute[device] == "always"
         if key not in self._times:
-            kind, again = key
-            measured = [self._measured(profile, kind, again) for profile in self._profiles]
-            sizes = np.arange(self._least, self._most + 1)
-            known = [profile.batch_size for profile in self._profiles]
-            passes = np.interp(sizes, known, [one for one, _ in measured])
-            tails = [
-                np.interp(sizes, known, [one[0] for one in column])
-                for column in zip(*(pieces for _, pieces in measured), strict=True)
-            ]
-            self._times[key] = passes, tails, [size for _, size in measured[0][1]]
+            self._times[key] = self._interpolated(device, is_repeated=key[1])
         return self._times[key]
 
     @cached_property
-    def _times(self) -> dict[tuple[str, bool], tuple[Times, list[Times], list[int]]]:
+    def _times(self) -> dict[tuple[str, bool], _TimesBySize]:
         return {}
 
-    def _measured(
-        self, profile: Profile, kind: str, again: bool
-    ) -> tuple[float, list[tuple[float, int]]]:
-        """Return the time of both passes at a measured size, and its pieces."""
-        time_ms = sum(layer.both_ms(kind) for layer in profile.layers)
-        if again:
-            time_ms += sum(layer.forward_ms[kind] for layer in profile.layers)
-        device = next(index for index, one in enumerate(self._problem.devices) if one.type == kind)
-        problem = replace(self._problem, layers=profile.layers)
-        split = self.schedule == "zero-bubble"
-        layers = range(len(profile.layers))
-        return time_ms, piece_tails(problem, layers, device, split)
+    def _interpolated(self, device: int, is_repeated: bool) -> _TimesBySize:
+        """Return the times of a device by size.
+
+        Args:
+            device: its index.
+            is_repeated: whether forward passes run twice.
+        """
+        sizes = np.arange(self._least, self._most + 1)
+        known = [profile.batch_size for profile in self._profiles]
+        kind = self._problem.devices[device].type
+        layers, split = range(len(self._problem.layers)), self.schedule == "zero-bubble"
+        problems = [replace(self._problem, layers=profile.layers) for profile in self._profiles]
+        tails = [piece_tails(problem, layers, device, split) for problem in problems]
+        forwards = [piece_forwards(problem, layers, device) for problem in problems]
+        passes = [
+            sum(layer.both_ms(kind) + is_repeated * layer.forward_ms[kind] for layer in one.layers)
+            for one in self._profiles
+        ]
+
+        def by_size(measured: Sequence[float]) -> Times:
+            return np.asarray(np.interp(sizes, known, measured))
+
+        return _TimesBySize(
+            by_size(passes),
+            [by_size([time_ms for time_ms, _ in piece]) for piece in zip(*tails, strict=True)],
+            [size for _, size in tails[0]],
+            [by_size([time_ms for _, time_ms in piece]) for piece in zip(*forwards, strict=True)],
+            [size for size, _ in forwards[0]],
+        )
 
     # Shares
 
@@ -260,7 +282,7 @@ class UnevenShares:
                 if not self._fits(one, device)[share - self._least]
             ]
             if not misfits:
-                step_ms = longest_ms + one.slot_ms
+                step_ms = longest_ms + one.optimizer_ms
                 return SharedBatch(one.devices, shares, one.chunks, step_ms, one.replication)
             for place in misfits:
                 costs_ms[place] = np.where(
@@ -268,15 +290,20 @@ class UnevenShares:
                 )
 
     def _costs_ms(self, one: _Candidate, device: int) -> Times:
-        """Return, by size, when a device has run its passes and all gradients are reduced."""
-        passes, tails, sizes = self._by_size(self._key(device))
-        reduce = one.replication.reduce[0]
-        exposed = np.zeros_like(passes)
+        """Return, by size, the time of a device between the optimizers of two steps."""
+        times = self._by_size(device)
+        reduce, gather = one.replication.reduce[0], one.replication.gather[0]
+        exposed, waits = np.zeros_like(times.passes), np.zeros_like(times.passes)
         left_ms = 0.0
-        for tail, size in zip(reversed(tails), reversed(sizes), strict=True):
+        for tail, size in zip(reversed(times.tails), reversed(times.tail_bytes), strict=True):
             left_ms += reduce.time_ms(size)
             exposed = np.maximum(exposed, left_ms - tail)
-        return np.asarray(one.chunks * passes + exposed)
+        gathered_ms, passed = 0.0, np.zeros_like(times.passes)
+        for forward, size in zip(times.forwards, times.forward_bytes, strict=True):
+            gathered_ms += gather.time_ms(size)
+            waits = np.maximum(waits, gathered_ms - passed)
+            passed = passed + forward
+        return np.asarray(waits + one.chunks * times.passes + exposed)
 
     def _fits(self, one: _Candidate, device: int) -> NDArray[np.bool_]:
         """Return, by size, whether a device has memory for it."""

@@ -55,7 +55,7 @@ def any_placement(
 
 def _work_ms(problem: Problem, layer: int, device: int) -> float:
     """Return the time that a layer keeps a device busy in a step."""
-    return problem.request.chunks * problem.compute_ms(layer, device) + pipelines.slot_ms(
+    return problem.request.chunks * problem.compute_ms(layer, device) + pipelines.optimizer_ms(
         problem, layer, device
     )
 

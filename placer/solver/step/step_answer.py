@@ -14,7 +14,7 @@ from placer.solver.search import Incumbent
 from placer.solver.step.choices import Choice, said
 from placer.utils.units import count_text
 
-NO_EXCHANGE = Exchange(reduce_ms=0.0, exposed_ms=0.0, gather_ms=0.0, optimizer_ms=0.0)
+NO_EXCHANGE = Exchange(*[0.0] * 5)
 """The exchange of a device without replicas."""
 
 SHORTEST_MS = 1e-9
@@ -129,7 +129,7 @@ def _step(
         optimizer = {device: one.optimizer_ms for device, one in result.exchanges.items()}
     longest = max(
         result.exchanges.values(),
-        key=lambda one: (one.exposed_ms, one.total_ms),
+        key=lambda one: (one.exposed_ms + one.waits_ms, one.total_ms),
         default=NO_EXCHANGE,
     )
     timeline = schedule.simulate(pipeline, plan)

@@ -84,7 +84,7 @@ def any_placement(
 
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:
     """Return a lower bound on every placement's optimizer step, in milliseconds."""
-    return least_work(problem, nodes, partial(pipelines.slot_ms, problem))
+    return least_work(problem, nodes, partial(pipelines.optimizer_ms, problem))
 
 
 def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
@@ -157,7 +157,7 @@ class StepTable(CutTable):
         self._extra = 0.0 if pipelines.in_a_row(problem) else least_optimizer(problem, nodes)
         devices, layers = range(len(problem.devices)), range(len(problem.layers))
         self._optimizer = self._sums(
-            [[pipelines.slot_ms(problem, i, d) for d in devices] for i in layers]
+            [[pipelines.optimizer_ms(problem, i, d) for d in devices] for i in layers]
         )
         self._forward = self._sums(problem.forward_ms)
         self._backward = self._sums(problem.backward_ms)

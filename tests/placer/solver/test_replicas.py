@@ -143,10 +143,12 @@ def test_data_parallelism_reaches_the_closed_form():
     send_ms = 1e3 * 0.75 * LARGE / 1e15
     # of 4 equal reductions, which are shorter than passes, the last one is exposed
     exposed_ms, gather_ms = 2 * (add_ms + send_ms), 8 * send_ms
-    expected = 2 * 8 * 3 + exposed_ms + 8 * 0.5 / 4 + gather_ms
+    expected = 2 * 8 * 3 + exposed_ms + 8 * 0.5 / 4 + gather_ms / 4
     assert placement.objective_value == pytest.approx(expected, rel=1e-9)
     assert placement.step.reduction_ms == pytest.approx(8 * (add_ms + send_ms) + gather_ms)
-    assert placement.step.reduction_hidden_ms == pytest.approx(6 * (add_ms + send_ms))
+    assert placement.step.reduction_hidden_ms == pytest.approx(
+        6 * (add_ms + send_ms) + gather_ms * 3 / 4
+    )
 
 
 def test_stages_are_replicated_where_one_device_cannot_hold_the_model():
