@@ -21,6 +21,10 @@ PIECES = 4
 """Pieces of a stage. Nothing hides the reduction of the last one; more pieces leave less of it, but
 each needs passes of its own."""
 
+LANDINGS = 2
+"""Pieces whose gradients may arrive from one replica at a time: one is added while the next one
+comes."""
+
 ADD_BYTES_PER_S = 2e12
 """Bytes per second of an addition of gradients, which reads two of them and writes one. It is about
 60% of an H100's memory bandwidth. A device with slower memory has slower links, too, so additions

@@ -28,8 +28,8 @@ class MemoryUse(Wire):
 
     Attributes:
         param_bytes: parameters.
-        grad_bytes: their gradients; where replicas share a stage, also the buffer that receives
-            the gradients of the largest piece.
+        grad_bytes: their gradients; where replicas share a stage, also the buffers of their
+            exchange.
         optimizer_bytes: the optimizer's state.
         buffer_bytes: buffers.
         activation_bytes: values and, in training, all tensors saved by micro-batches in flight; at

@@ -113,11 +113,15 @@ def _check_replicas(request: PlacementRequest, placement: Placement) -> None:
         _check_value(placement, replicas.check_step(request, placement, readings, exchanged))
         step.check_choices(request, placement)
     else:
-        count = len(next(iter(placement.replicas.values())))
-        _check_value(placement, busiest / count)
+        _check_value(placement, busiest / _replicas(placement))
     _check_single_device(request, placement)
     _check_ties(request, placement)
     _check_limits(request, placement)
+
+
+def _replicas(placement: Placement) -> int:
+    """Return the number of replicas of each stage."""
+    return max(map(len, placement.replicas.values()), default=1)
 
 
 def _check_header(request: PlacementRequest, placement: Placement) -> None:
@@ -327,7 +331,7 @@ def _check_loads(
     )
     if largest is None:
         largest = max(load.load_ms for load in placement.devices)
-    memory = Memory(request, where, placement.contiguous, is_reduced=bool(placement.replicas))
+    memory = Memory(request, where, placement.contiguous, replicas=_replicas(placement))
     times, layers = times_of(request, where), _by_device(request, where)
     for device, load in zip(request.devices, placement.devices, strict=True):
         equal(f"layers of {device.name}", load.layers, len(layers[device.name]))
@@ -365,7 +369,7 @@ def _check_state(
     request: PlacementRequest, layers: list[Layer], load: DeviceLoad, memory: Memory
 ) -> None:
     copied = dict(zip(("param_bytes", "grad_bytes"), memory.copies(load.device), strict=True))
-    copied["grad_bytes"] += memory.reduced_bytes(load.device)
+    copied["grad_bytes"] += memory.exchange_bytes(load.device)
     for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
         counts = request.is_training or kind in ("param_bytes", "buffer_bytes")
         true = (sum(getattr(layer, kind) for layer in layers) + copied.get(kind, 0)) * counts

@@ -101,8 +101,11 @@ own, for which the values of another segment count as made and read elsewhere, o
                 + max over t of P(s, t))
 
 Where replicas share a stage, optimizer(d) is one replica's part of the state, see
-``replicas/replication.py``, and gradients(d) includes a buffer of the size of the largest piece of
-gradients that they reduce.
+``replicas/replication.py``, and gradients(d) includes buffers for the exchange: the parameters that
+the device owns, packed to be sent, and the gradients of two pieces that arrive from each other
+replica, for the parameters that it owns::
+
+    buffers(d)  = gradients(d) / R + 2 * (R - 1) / R * (gradients of the largest piece)
 
 A device that recomputes runs forwards once more before each backward pass. Of further micro-batches
 it keeps only what comes in, and its weight-gradient passes do not run apart::
@@ -120,7 +123,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from placer.schedule.gradient_pieces import gradient_pieces
+from placer.schedule.gradient_pieces import LANDINGS, gradient_pieces
 from placer.schema import MemoryUse
 from placer.solver import pipelines
 from placer.solver.problem import Problem, Value
@@ -248,7 +251,7 @@ def footprint(problem: Problem, held: Held) -> Footprint:
         copy.grad_bytes for copy in copies
     )
     if problem.replication is not None:
-        state["grad_bytes"] += largest_piece_bytes(problem, held)
+        state["grad_bytes"] += exchange_bytes(problem, held, problem.replication.replicas)
     state["optimizer_bytes"] = sum(layer.optimizer_bytes for layer in layers)
     kept = kept_by_step(problem, held)
     activations, workspace = _worst_of_training(problem, held, kept)
@@ -263,20 +266,28 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     )
 
 
-def largest_piece_bytes(problem: Problem, held: Held) -> int:
-    """Return the bytes of the largest piece of gradients that a device's replicas reduce."""
+def exchange_bytes(problem: Problem, held: Held, replicas: int) -> int:
+    """Return the bytes of a device's buffers for the exchange with its replicas.
+
+    Args:
+        problem: the placement problem.
+        held: what is on the device.
+        replicas: of each of its stages.
+    """
     stages = [held.layers]
     if not problem.one_stage_each:
         # layers without a gap between them are a segment
         numbered = enumerate(held.layers)
         runs = itertools.groupby(numbered, key=lambda pair: pair[1] - pair[0])
         stages = [[layer for _, layer in run] for _, run in runs]
-    largest = 0
+    largest = total = 0
     for stage in stages:
         sizes = [problem.layers[layer].grad_bytes for layer in stage]
         pieces = gradient_pieces(sizes)
         largest = max([largest, *(sum(sizes[place] for place in one) for one in pieces)])
-    return largest
+        total += sum(sizes)
+    landing = LANDINGS * (replicas - 1) * largest
+    return -(-total // replicas) - (-landing // replicas)
 
 
 class FootprintCache:

@@ -2,6 +2,7 @@
 assignments, and shares."""
 
 import itertools
+import math
 from collections import defaultdict
 from dataclasses import replace
 from random import Random
@@ -305,11 +306,11 @@ class ReplicatedSteps(Steps):
         return 1e3 * ((self.count - 1) * one + adding * add * self.count) if size else 0.0
 
     def maps(self):
-        """Each assignment, where rooms leave memory for the largest piece of each device."""
+        """Each assignment, where rooms leave memory for each device's buffers."""
         for every, where in super().maps():
+            every.replicas = self.count
             limits = {
-                device.name: device.usable_bytes
-                - self.largest_piece(every, where, where, device.name)
+                device.name: device.usable_bytes - buffers(every, where, where, device.name)
                 for device in every.devices
             }
             every.limit = limits.get
@@ -408,22 +409,18 @@ class ReplicatedSteps(Steps):
                 clock += sum(one.forward_ms[kind[self.where[one.name]]] for one in piece)
         return waited
 
-    @classmethod
-    def fits(cls, every, where, stage_of, found, again=frozenset()):
-        uses = cls.uses(every, where, stage_of, found, again)
-        return all(
-            uses[device.name] + cls.largest_piece(every, where, stage_of, device.name)
-            <= device.memory_bytes - device.reserve_bytes
-            for device in every.devices
-        )
-
     @staticmethod
-    def largest_piece(every, where, stage_of, device):
-        """The bytes of the largest piece on a device."""
-        stages = {stage_of[name] for name, place in where.items() if place == device}
-        pieces = [
-            piece
-            for stage in stages
-            for piece in cut_evenly([one for one in every.layers if stage_of[one.name] == stage])
-        ]
-        return max((sum(one.grad_bytes for one in piece) for piece in pieces), default=0)
+    def uses(every, where, stage_of, found, again=frozenset()):
+        uses = Steps.uses(every, where, stage_of, found, again)
+        return {name: size + buffers(every, where, stage_of, name) for name, size in uses.items()}
+
+
+def buffers(every, where, stage_of, device):
+    """Bytes for the packed parameters of an owner, and for two pieces from each other replica."""
+    stages = {stage_of[name] for name, place in where.items() if place == device}
+    held = [[one for one in every.layers if stage_of[one.name] == stage] for stage in stages]
+    pieces = [piece for stage in held for piece in cut_evenly(stage)]
+    largest = max((sum(one.grad_bytes for one in piece) for piece in pieces), default=0)
+    total = sum(one.grad_bytes for stage in held for one in stage)
+    parts = every.replicas
+    return math.ceil(total / parts) + math.ceil(2 * (parts - 1) * largest / parts)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
-from placer.schedule.gradient_pieces import gradient_pieces
+from placer.schedule.gradient_pieces import LANDINGS, gradient_pieces
 from placer.schema import Edge, Layer, PlacementRequest
 
 Split = tuple[int, int]
@@ -28,7 +28,7 @@ class Memory:
         request: the question.
         where: by layer, its device.
         contiguous: whether each device has one stage.
-        is_reduced: whether replicas reduce the gradients.
+        replicas: of each stage.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Memory:
         request: PlacementRequest,
         where: Mapping[str, str],
         contiguous: bool,
-        is_reduced: bool = False,
+        replicas: int = 1,
     ) -> None:
-        self._is_reduced = is_reduced
+        self._replicas = replicas
         self._contiguous = contiguous
         self._request, self._training, self._where = request, request.is_training, where
         self._step_share = request.profile.optimizer_step_share
@@ -75,13 +75,17 @@ class Memory:
             state += (
                 sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
                 + self.copies(device)[1]
-                + self.reduced_bytes(device)
+                + self.exchange_bytes(device)
             )
         return state + sum(max(self.splits(device, flight, again, backwards), key=sum))
 
-    def reduced_bytes(self, device: str) -> int:
-        """Return the bytes of the largest piece of gradients that replicas of a device reduce."""
-        if not self._is_reduced:
+    def exchange_bytes(self, device: str) -> int:
+        """Return the bytes of the buffers of a device for the exchange with its replicas.
+
+        It packs the parameters that it owns, and receives gradients of two pieces from each other.
+        """
+        count = self._replicas
+        if count == 1:
             return 0
         largest = run = 0
         runs: dict[int, list[int]] = defaultdict(list)
@@ -94,7 +98,9 @@ class Memory:
         for sizes in runs.values():
             for piece in gradient_pieces(sizes):
                 largest = max(largest, sum(sizes[place] for place in piece))
-        return largest
+        owned = sum(layer.grad_bytes for layer in self._layers[device]) + count - 1
+        received = LANDINGS * (count - 1) * largest + count - 1
+        return owned // count + received // count
 
     def copies(self, device: str) -> tuple[int, int]:
         """Return the copies of shared parameters on a device, and their gradients.
