@@ -58,7 +58,7 @@ def test_of_replicas_the_first_pipeline_is_shown_with_its_exchange():
         chunks=8,
         schedule="1f1b",
         grad_bytes=100_000_000,
-        memory_bytes=400_000_000,
+        memory_bytes=410_000_000,
         optimizer_ms=0.5,
         steps="alone",
         replicas="auto",
