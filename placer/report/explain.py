@@ -177,6 +177,7 @@ def _proven(placement: Placement) -> list[str]:
         lines += _step(placement, placement.step)
     else:
         lines.append(f"batch       {_choice_text(placement)}")
+        lines += _shares(placement)
     if placement.ties is not None:
         ties = placement.ties
         least = "none as good has less" if ties.proven else "the least that was found"
@@ -227,22 +228,29 @@ def _replicas(placement: Placement, step: Step) -> list[str]:
     if shapes := _shape_texts(step):
         lines.append(f"shapes      {'; '.join(shapes)}")
     if placement.replicas:
-        members = next(iter(placement.replicas.values()))
-        samples = {replica.samples for replica in members}
-        if len(samples) == 1:
-            shares = f"each computes {count_text(samples.pop(), 'sample')} of a micro-batch"
-        else:
-            shares = ", ".join(f"{replica.device} {replica.samples}" for replica in members)
-            shares += " samples of a micro-batch"
-        if step.measured_batch_sizes:
-            sizes = ", ".join(map(str, step.measured_batch_sizes))
-            shares += f"; times are interpolated between the measured sizes {sizes}"
-        lines.append(f"replicas    {len(members)}: {shares}")
+        lines += _shares(placement)
         lines.append(
             f"exchange    gradient reduction takes {ms_text(step.reduction_ms)}, of which "
             f"{ms_text(step.reduction_hidden_ms)} are hidden"
         )
     return lines
+
+
+def _shares(placement: Placement) -> list[str]:
+    """Return a line about the shares of replicas; nothing without replicas."""
+    members = next(iter(placement.replicas.values()), ())
+    if not members:
+        return []
+    samples = {replica.samples for replica in members}
+    if len(samples) == 1:
+        shares = f"each computes {count_text(samples.pop(), 'sample')} of a micro-batch"
+    else:
+        shares = ", ".join(f"{replica.device} {replica.samples}" for replica in members)
+        shares += " samples of a micro-batch"
+    if placement.step is not None and placement.step.measured_batch_sizes:
+        sizes = ", ".join(map(str, placement.step.measured_batch_sizes))
+        shares += f"; times are interpolated between the measured sizes {sizes}"
+    return [f"replicas    {len(members)}: {shares}"]
 
 
 def _shape_texts(step: Step) -> list[str]:
@@ -290,7 +298,11 @@ def _choice_text(choice: Placement | StepChoice) -> str:
 def _objective_text(placement: Placement) -> str:
     value = placement.objective_value
     shown = "none" if value is None else _value_text(placement, value)
-    return f"{placement.objective}: {_MEASURES[placement.objective]} {shown}"
+    measure = _MEASURES[placement.objective]
+    if placement.objective == "throughput" and placement.replicas:
+        members = next(iter(placement.replicas.values()))
+        measure = f"bottleneck per {count_text(members[0].samples, 'sample')}"
+    return f"{placement.objective}: {measure} {shown}"
 
 
 def _value_text(placement: Placement, value: float) -> str:

@@ -38,6 +38,9 @@ LEAST_PART = 0.1
 """The least part of the time that is left for a shape: a pipeline of one device of many is solved
 in much less, but needs longer than its share of devices."""
 
+SHARES_PART = 0.3
+"""The part of the time that is then left to search for the best shares of unlike devices."""
+
 SHORTEST_S = 0.05
 """The least time of a shape, in seconds: enough to find a placement of a small model."""
 
@@ -208,7 +211,8 @@ class ReplicaSearch:
         """Search for the best shares of unlike devices."""
         if self.request.objective != "step":
             return
-        shares = UnevenShares(self.request, lambda: self._left_s() <= 0 or self._is_stopped())
+        rest_s = (1 - SHARES_PART) * self._left_s()
+        shares = UnevenShares(self.request, lambda: self._left_s() <= rest_s or self._is_stopped())
         if not shares.applies():
             return
         self.shares = shares

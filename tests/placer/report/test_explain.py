@@ -227,6 +227,12 @@ def test_shapes_are_compared_from_the_shortest_step_on() -> None:
     assert "splitting would not be better" not in text
 
 
+def test_a_bottleneck_of_replicas_is_told_for_one_share() -> None:
+    text = explain(replicated(objective="throughput", step=None))
+    assert "bottleneck per 4 samples 53.00 ms" in row(text, "objective ")
+    assert "4: each computes 4 samples of a micro-batch" in row(text, "replicas    ")
+
+
 def test_uneven_shares_name_the_measured_sizes() -> None:
     shares = Replica(device="cuda:0", samples=5), Replica(device="cuda:1", samples=11)
     step = replicated().step

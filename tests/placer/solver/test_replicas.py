@@ -15,6 +15,7 @@ from placer.errors import PlacementError
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, gradient_pieces
 from placer.schema import Cluster, Constraints, Device, Link, Rate, Replica
 from placer.solver.check import check
+from placer.solver.replicas import uneven_shares
 from placer.solver.replicas.interpolation import profile_of_share
 from placer.solver.replicas.replica_shapes import shapes
 from placer.solver.replicas.uneven_shares import _fairest
@@ -354,3 +355,18 @@ def test_replicas_without_a_link_are_no_shape():
     devices = [Device(name=f"d{i}", type="t", memory_bytes=10**10) for i in range(2)]
     cluster = Cluster(devices=devices, links=(link,))
     assert list(shapes(request.model_copy(update={"cluster": cluster}))) == []
+
+
+def test_of_too_many_subsets_the_fastest_devices_are_tried(monkeypatch):
+    monkeypatch.setattr(uneven_shares, "MOST_SUBSETS", 1)
+    request = unlike_request()
+    placement = solve(request)
+    assert {replica.device for replica in placement.replicas["d0"]} == {"d0", "d1", "d2"}
+    two = request.model_copy(update={"constraints": Constraints(max_devices=2)})
+    assert [replica.device for replica in solve(two).replicas["d0"]] == ["d0", "d2"]
+
+
+def test_a_short_time_limit_gives_an_answer_with_a_bound():
+    request = step_request(time_limit_s=0.05)
+    placement = solve(request)
+    assert 0 <= placement.bound <= placement.objective_value
