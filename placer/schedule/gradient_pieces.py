@@ -1,8 +1,8 @@
 """Pieces of a stage, whose gradients replicas reduce while the backward pass goes on.
 
 A backward pass runs the layers of a stage in reverse, so the gradients of the last layers are
-complete first. A stage is cut into a few pieces with about equally many bytes of gradients; those
-of a piece are reduced as soon as its backward pass is over::
+complete first. A stage is cut into a few pieces with about equally many bytes of gradients. The
+gradients of a piece are reduced as soon as its backward pass is over::
 
     layers            l0   l1   l2   l3   l4   l5
     backward pass     <-------------------------      gradients of l5 are complete first

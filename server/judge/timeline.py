@@ -50,7 +50,7 @@ def report_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
     from placer.report.page import html_report
 
     def show(request: PlacementRequest, placement: Placement) -> str:
-        # The times of layers in a profile are those of one device, not of a replica's share.
+        # A profile has the times of layers for a micro-batch, not for a replica's share of it.
         is_shown = placement.layer_devices and not placement.replicas
         return html_report(placement, profile_of(request, placement) if is_shown else None)
 

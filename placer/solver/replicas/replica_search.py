@@ -137,7 +137,7 @@ class ReplicaSearch:
         stop: set it to end the search with the best so far.
         meter: counts the work.
         best: the best placement so far, without what is known of all shapes.
-        shares: the best shares of unlike devices; None if there are none.
+        shares: the best shares of unlike devices; None if devices are alike.
     """
 
     request: PlacementRequest

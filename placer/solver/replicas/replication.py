@@ -105,7 +105,7 @@ def _slowest(names: Sequence[str], links: Links, computing: bool) -> ExchangeTim
 
 
 def loaded_rate(link: Link, computing: bool) -> Rate | Link:
-    """Return the rate of a link whose other direction is as busy, as far as it was measured.
+    """Return the measured rate of a link whose other direction is as busy, or its plain rate.
 
     Args:
         link: between two replicas.
