@@ -1,16 +1,22 @@
 """Tokens from ``model.generate`` of a language model split over two devices, and of one device.
 
 ``flow.applied()`` and accelerate's ``dispatch_model`` use the same map, half of the layers each.
-All of them run equal models of transformers on the same prompts and take turns. A row says whether
-they make the same tokens. Without GPUs, a tiny model on CPU stand-ins only shows that the benchmark
-runs.
+``flow.applied(record=False)`` keeps Placer's own recordings out. On one GPU, transformers' static
+cache with torch.compile is a peer, too. All of them run equal models of transformers on the same
+prompts and take turns. A row says whether they make the same tokens. Without GPUs, a tiny model on
+CPU stand-ins only shows that the benchmark runs.
+
+``PLACER_GENERATION_ENGINES`` names some of the engines, such as ``ours,eager``, and
+``PLACER_GENERATION_ROUNDS`` the number of turns, for a short trial.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
@@ -18,9 +24,13 @@ from typing import Any
 
 from .. import record
 
-ROUNDS = 7
+ROUNDS = int(os.environ.get("PLACER_GENERATION_ROUNDS", "7"))
 PEER = "accelerate's dispatch_model"
 ONE = "eager on one device"
+HOOKS = "ours, not recorded"
+COMPILED = "static cache and compile on one device"
+ENGINES = {"ours": "ours", "hooks": HOOKS, "accelerate": PEER, "eager": ONE, "compiled": COMPILED}
+"""The names of engines in ``PLACER_GENERATION_ENGINES``, and in the rows."""
 
 
 def run() -> list[dict[str, Any]]:
@@ -42,8 +52,7 @@ def run() -> list[dict[str, Any]]:
         cases.home()
     )
     with torch.no_grad(), ExitStack() as stack:
-        ready = {name: stack.enter_context(way) for name, way in _ways(model).items()}
-        engines = {name: _Engine(made, ids) for name, made in ready.items() if made is not None}
+        engines = {name: _Engine(way, ids) for name, way in _ways(model, stack)}
         for turn in range(ROUNDS):
             for name in list(engines) if turn % 2 == 0 else reversed(engines):
                 engines[name].turn(new)
@@ -87,17 +96,45 @@ def _map(model: Any) -> dict[str, int]:
     }
 
 
-def _ways(model: Any) -> dict[str, AbstractContextManager[Any]]:
-    """Return the ways to run the model; each keeps a model of its own between turns."""
-    return {
-        ONE: nullcontext(copy.deepcopy(model)),
-        "ours": _ours(copy.deepcopy(model)),
-        PEER: _dispatched(model),
-    }
+@dataclass(frozen=True)
+class _Way:
+    """A model that is ready to generate.
+
+    Attributes:
+        model: the model.
+        options: further options of ``generate``.
+        recorded: returns the numbers of tokens through recorded passes, and of all others.
+    """
+
+    model: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Callable[[], tuple[int, int]] | None = None
+
+
+def _ways(model: Any, stack: ExitStack) -> Iterator[tuple[str, _Way]]:
+    """Yield the ways to run the model; each keeps a model of its own between turns.
+
+    A copy is split before the next one is made: six whole ones would not fit on a GPU.
+    """
+    from ..executor import cases
+
+    asked = os.environ.get("PLACER_GENERATION_ENGINES", ",".join(ENGINES)).split(",")
+    names = {"ours", *(ENGINES[key] for key in asked)}
+    if ONE in names:
+        yield ONE, _Way(model)
+    # transformers compiles on GPUs only
+    if COMPILED in names and cases.on_gpus():
+        yield COMPILED, _Way(model, {"cache_implementation": "static"})
+    for name, is_recorded in (("ours", True), (HOOKS, False)):
+        if name in names:
+            yield name, stack.enter_context(_ours(copy.deepcopy(model), is_recorded))
+    # accelerate does not support CPU stand-ins
+    if PEER in names and cases.on_gpus() and find_spec("accelerate") is not None:
+        yield PEER, stack.enter_context(_dispatched(copy.deepcopy(model)))
 
 
 @contextmanager
-def _ours(model: Any) -> Iterator[Any]:
+def _ours(model: Any, is_recorded: bool) -> Iterator[_Way]:
     from placer import DataFlow, Placement
 
     from ..executor import cases
@@ -110,40 +147,40 @@ def _ours(model: Any) -> Iterator[Any]:
         if name != "model.rotary_emb"
     }
     flow.update_flow(Placement(status="feasible", objective="throughput", layer_devices=names))
-    with flow.applied() as applied:
-        yield applied
+    with flow.applied(record=is_recorded) as applied:
+        yield _Way(
+            applied,
+            recorded=lambda: (flow.generation_report.recorded, flow.generation_report.hooked),
+        )
+        if is_recorded and flow.generation_report.not_recorded_because:
+            print(f"not recorded: {flow.generation_report.not_recorded_because}")
     flow.undo()
 
 
 @contextmanager
-def _dispatched(model: Any) -> Iterator[Any]:
-    from ..executor import cases
-
-    # accelerate does not support CPU stand-ins
-    if not cases.on_gpus() or find_spec("accelerate") is None:
-        yield None
-        return
+def _dispatched(model: Any) -> Iterator[_Way]:
     from accelerate import dispatch_model
 
-    yield dispatch_model(model, _map(model), main_device=0, force_hooks=True)
+    yield _Way(dispatch_model(model, _map(model), main_device=0, force_hooks=True))
 
 
 class _Engine:
     """The times of a model that generates, in ms.
 
     Args:
-        model: the model, ready to generate.
+        way: the model, ready to generate.
         ids: the prompts.
 
     Attributes:
+        way: the model.
         first_ms: the time of the very first call, which makes four tokens.
         prompt_ms: the time of the prompt with the first token, by turn.
         whole_ms: the time of the whole text, by turn.
         tokens: the latest text.
     """
 
-    def __init__(self, model: Any, ids: Any) -> None:
-        self._model, self._ids = model, ids
+    def __init__(self, way: _Way, ids: Any) -> None:
+        self.way, self._ids = way, ids
         self.first_ms, self.tokens = self._once(4)
         self._once(4)  # a second call may record passes that the first has met
         self.prompt_ms: list[float] = []
@@ -166,10 +203,11 @@ class _Engine:
             "max_new_tokens": count,
             "do_sample": False,
             "pad_token_id": 0,
+            **self.way.options,
         }
         began = perf_counter()
         # copying to the host waits for the devices
-        tokens = self._model.generate(self._ids, **options).tolist()
+        tokens = self.way.model.generate(self._ids, **options).tolist()
         return 1e3 * (perf_counter() - began), tokens
 
 
@@ -191,6 +229,10 @@ def _rows(case: str, engines: Mapping[str, _Engine], new: int) -> Iterator[dict[
             given = {"peers": peers} if name == "ours" else {}
             what = measure if name == "ours" else f"{measure}, {name}"
             yield record.row(case, what, "ms", _shown(median(times)), spread=spread, **given)
+    if ours.way.recorded is not None:
+        recorded, rest = ours.way.recorded()
+        share = 100.0 * recorded / max(1, recorded + rest)
+        yield record.row(case, "tokens after the prompt that replayed a recording", "%", share)
     for name, engine in others.items():
         pairs = [
             one == other

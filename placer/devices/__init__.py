@@ -26,6 +26,7 @@ from placer.devices.memory import (
     memory_bytes,
     peak_bytes,
     release_cache,
+    unused_bytes,
 )
 from placer.devices.names import (
     CPU,
@@ -202,6 +203,7 @@ __all__ = [
     "take_over_object",
     "type_name",
     "unobserved",
+    "unused_bytes",
     "unwrapped",
     "unwrapped_all",
     "warm_libraries",

@@ -25,6 +25,15 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return min(total, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")), total
 
 
+def unused_bytes(device: torch.device) -> int:
+    """Return the bytes that work on a device may still take, its allocator's cache included."""
+    free, _ = memory_bytes(device)
+    if device.type != "cuda":
+        return free
+    reserved, held = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return free + int(reserved) - int(held)
+
+
 def counts_bytes(device: torch.device) -> bool:
     """Return whether an allocator counts the memory held on the device."""
     return device.type == "cuda"

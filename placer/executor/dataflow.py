@@ -47,6 +47,7 @@ from placer.capture.loss_functions import LossFunction
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.engine.compiled_segments import Backend, backend_of
+from placer.executor.generation.decoding import GenerationReport
 from placer.executor.measure import measure_step, measure_stream
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
@@ -217,7 +218,7 @@ class DataFlow(nn.Module):
             routes = devices.detours()
             moved = self.placed.moved(changes["assignment"], given, self.clear_cache)
             try:
-                self.calls.streams.clear()
+                self.calls.drop_recordings()
                 with moved:
                     devices.take_detours(detours)
                     # all settings at once, after everything that may fail
@@ -305,7 +306,7 @@ class DataFlow(nn.Module):
         with self.lock:
             self.placed.hooks.refuse_standing()
             self.placed.restore()
-            self.calls.streams.clear()
+            self.calls.drop_recordings()
             self.settings.reset(*self._default_map())
 
     def construct_module(
@@ -492,7 +493,7 @@ class DataFlow(nn.Module):
         """By segment that a stream runs without torch.compile though it was asked for: why."""
         return {place: why for place, (_, why) in self.calls.streams.compiling().items() if why}
 
-    def applied(self) -> AbstractContextManager[nn.Module]:
+    def applied(self, record: bool = True) -> AbstractContextManager[nn.Module]:
         """Let the model itself run placed, for a while.
 
             with flow.applied() as model:
@@ -507,6 +508,11 @@ class DataFlow(nn.Module):
         transformers' ``Trainer`` and accelerate's ``Accelerator``, made and used in here, neither
         move nor wrap the model: it has an attribute ``hf_device_map`` meanwhile.
 
+        Args:
+            record: run calls with one token per sequence and a cache of transformers, as
+                ``generate`` makes them, through recorded passes over a static cache (default). See
+                ``generation_report``.
+
         Returns:
             The model.
 
@@ -514,7 +520,12 @@ class DataFlow(nn.Module):
             CaptureError: a module was compiled by torch.jit, which allows no hooks.
             InputError: the flow has clones, which the model's own methods do not use.
         """
-        return self.calls.applied()
+        return self.calls.applied(record)
+
+    @property
+    def generation_report(self) -> GenerationReport:
+        """How the tokens of ``model.generate`` inside ``applied()`` were computed."""
+        return self.calls.decoding.report
 
     def measure(
         self,

@@ -93,18 +93,27 @@ class HookPath:
         Returns:
             The model's result, and the device of its tensors.
         """
-        assert self._standing is not None
-        self.runs = True
-        try:
-            with self._standing.resumed():
-                result = self._module(*args, **kwargs)
-        finally:
-            self.runs = False
+        result = self.run_model(args, kwargs)
         place = target or self._latest(assignment)
         leaves, structure = flatten(result)
         given = set(map(id, flatten((args, kwargs))[0]))
         moved = [leaf if id(leaf) in given else to_device([leaf], place)[0] for leaf in leaves]
         return (result if all(map(is_, leaves, moved)) else structure.unflatten(moved)), place
+
+    def run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model inside ``standing``; its results stay where they are made.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+        """
+        assert self._standing is not None
+        self.runs = True
+        try:
+            with self._standing.resumed():
+                return self._module(*args, **kwargs)
+        finally:
+            self.runs = False
 
     def _latest(self, assignment: Assignment) -> torch.device:
         """Return the device of the module that was entered last, while the model runs."""

@@ -28,6 +28,7 @@ from placer.errors import InputError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.device_map import device_map_set
 from placer.executor.engine.fill_drain import even_sizes
+from placer.executor.generation.decoding import Decoding
 from placer.executor.inference.repeated_calls import RepeatedCalls
 from placer.executor.inference.stream import Streams
 from placer.executor.micro_batches import Cutter, MicroBatches, weights_of
@@ -49,6 +50,7 @@ class PlacedCalls:
 
     Attributes:
         streams: all streams of the flow.
+        decoding: the recorded passes of one token, for ``generate``.
     """
 
     def __init__(self, placed: PlacedModel, settings: Settings) -> None:
@@ -62,10 +64,15 @@ class PlacedCalls:
 
     def forget(self) -> None:
         """Discard recordings, and which batches and calls came before."""
-        self.streams.clear()
+        self.drop_recordings()
         self._cutter = Cutter(self._placed, self._settings)
         self._repeated = RepeatedCalls(self.streams)
         self._repeated_for: Any = None
+
+    def drop_recordings(self) -> None:
+        """Discard what was recorded for the map in force."""
+        self.streams.clear()
+        self.decoding = Decoding(self._placed.module, self._placed.hooks)
 
     def run(
         self, call: Call, chunks: int, options: BatchOptions, target: torch.device | None
@@ -141,8 +148,12 @@ class PlacedCalls:
         return self._cutter.cut(call, options, sizes_of, weigh, self._placed.needs_captures)
 
     @contextmanager
-    def applied(self) -> Iterator[nn.Module]:
-        """Let the model itself run placed inside the block; see ``DataFlow.applied``."""
+    def applied(self, record: bool = True) -> Iterator[nn.Module]:
+        """Let the model itself run placed inside the block; see ``DataFlow.applied``.
+
+        Args:
+            record: whether to decode through recorded passes.
+        """
         placed, assignment = self._placed, self._placed.assignment
         if assignment is None:
             self._settings.warn_of_edits()
@@ -155,10 +166,12 @@ class PlacedCalls:
         with placed.lock:
             placed.bring_back()
             hooks = placed.hooks.standing(assignment, again=self.applied)
-            with hooks, self._calls(), device_map_set(placed.module, assignment):
+            calls = self._calls(self._decoded if record else self._called)
+            named = device_map_set(placed.module, assignment)
+            with hooks, calls, named, self.decoding.announced():
                 yield placed.module
 
-    def _calls(self) -> AbstractContextManager[None]:
+    def _calls(self, called: Callable[..., Any]) -> AbstractContextManager[None]:
         """Return a context in which calls of the model are the flow's.
 
         A model whose class has a ``__call__`` of its own keeps it: it may do more, as any other
@@ -166,7 +179,7 @@ class PlacedCalls:
         """
         module = self._placed.module
         is_torchs = type(module).__call__.__module__.startswith("torch.")
-        return _calls_replaced(module, self._called) if is_torchs else nullcontext()
+        return _calls_replaced(module, called) if is_torchs else nullcontext()
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model while the flow is applied to it."""
@@ -181,6 +194,16 @@ class PlacedCalls:
                 "thread"
             )
         return self.run_whole(*args, **kwargs)
+
+    def _decoded(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the model while the flow is applied to it, recorded if it decodes."""
+        through_flow, hooks = partial(self._called, *args, **kwargs), self._placed.hooks
+        if hooks.runs or not devices.observed() or hooks.are_elsewhere:
+            return through_flow()
+        target = self._settings.output_device
+        with nothing_held(), self._turn(), hooks.paused():
+            found = self.decoding.run(args, kwargs, target, through_flow)
+        return through_flow() if found is None else found[0]
 
     def _turn(self) -> AbstractContextManager[Any]:
         """Return the lock, or nothing for layers that run again in a backward pass.

@@ -282,7 +282,7 @@ def test_where_calls_do_not_wait_generating_has_a_model_captured_three_times(
     scatter_layers(flow, 2)
     made = count_captures(monkeypatch)
     monkeypatch.setattr(Waiting, "waits", lambda *given: False)
-    with flow.applied():
+    with flow.applied(record=False):
         for length, captures in ((5, 3), (5, 3), (7, 4), (6, 4)):
             model.generate(
                 torch.arange(2, 2 + length).repeat(2, 1), max_new_tokens=4, pad_token_id=0

@@ -1,0 +1,1 @@
+"""Generation of tokens: one-token passes through the devices, recorded over static caches."""

@@ -1,0 +1,615 @@
+"""Decoding: calls of a model with one token per sequence and a cache, through a recorded pass.
+
+    prompt                 through hooks
+    first token of a kind  traced on a static copy of the cache, and compared with the hooks' result
+    second token           traced again; if the traces are equal, recorded, replayed and compared
+    later tokens           replayed
+
+A kind is everything that the recorded pass depends on: the structure of the call, shapes, the
+cache's capacity, and the state of the model. What cannot be recorded runs through hooks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.capture import autocast
+from placer.capture.pytrees import Structure, flatten
+from placer.executor.checks.tolerances import Closeness, shown
+from placer.executor.generation.model_state import CannotRecordError, ModelState
+from placer.executor.generation.operation_trace import OperationTrace, Trace
+from placer.executor.generation.static_cache import (
+    CacheView,
+    StaticCopy,
+    UnsupportedCacheError,
+    cache_of,
+)
+from placer.executor.generation.text_length import TextLength, announced_by_generate
+from placer.executor.generation.trace_replay import TraceReplay
+from placer.executor.hook_path import HookPath
+
+_KEPT_RECORDINGS = 8
+_KEPT_CACHES = 2
+"""Static caches that stay in memory; each may be as large as the user's own."""
+
+_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+"""Arguments of transformers with one entry per token in their second dimension."""
+
+_ATTEMPTS = 8
+"""Maximum number of consecutive traces of which none becomes a recording."""
+
+_LONGEST_WAIT = 1 << 12
+"""Most tokens through hooks before another kind of calls is traced."""
+
+_UNSTEADY = "attributes of the model change in every pass"
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """How the tokens of ``model.generate`` inside ``flow.applied()`` were computed.
+
+    Attributes:
+        recorded: calls with one token per sequence that replayed a recorded pass.
+        hooked: such calls that ran through hooks, among them two before each recording.
+        stages: devices of the pieces of the latest recorded pass, in order.
+        capacity: tokens that the latest static cache has room for; 0 without one.
+        not_recorded_because: why the latest such call could not be recorded; empty if it was, or
+            will be when its kind comes again.
+    """
+
+    recorded: int = 0
+    hooked: int = 0
+    stages: tuple[str, ...] = ()
+    capacity: int = 0
+    not_recorded_because: str = ""
+
+
+class _WaitingError(Exception):
+    """A call that goes through hooks this time; the message says why."""
+
+
+class _UsersCache:
+    """A placeholder for the user's cache in a result."""
+
+
+@dataclass
+class _Call:
+    """A call of the model with one token per sequence.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments without the cache.
+        name: of the cache argument.
+        cache: the user's.
+        view: its layers.
+        capacity: of its static copy, in tokens.
+        signature: of its static copy.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    cache: Any
+    view: CacheView
+    capacity: int
+    signature: Hashable
+
+
+@dataclass
+class _Recording:
+    """A kind of calls, traced or recorded.
+
+    Attributes:
+        copy: the static cache.
+        inputs: static tensors for the tensors among the arguments.
+        structure: of the arguments.
+        trace: of the first pass; None before it.
+        replay: the recorded pass; None before it was recorded.
+        result: structure of the result.
+        outcome: for each tensor of the result the number of a value, or -1 - the index of an input.
+    """
+
+    copy: StaticCopy
+    inputs: list[Any]
+    structure: Structure
+    trace: Trace | None = None
+    replay: TraceReplay | None = None
+    result: Structure | None = None
+    outcome: list[int] = field(default_factory=list)
+
+
+class Decoding:
+    """The recorded passes of one flow.
+
+    Args:
+        module: the model.
+        hooks: run it where nothing is recorded.
+    """
+
+    def __init__(self, module: nn.Module, hooks: HookPath) -> None:
+        self._module = module
+        self._hooks = hooks
+        self.report = GenerationReport()
+        self._length = TextLength()
+        self._caches: OrderedDict[Hashable, StaticCopy] = OrderedDict()
+        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._refused: dict[Hashable, str] = {}
+        self._verified: set[Hashable] = set()
+        self._homes: dict[Hashable, list[torch.device]] = {}
+        self._state: ModelState | None = None
+        self._is_unsteady = False
+        self._attempts = self._waits = 0
+
+    def clear(self) -> None:
+        """Drop all recordings and static caches."""
+        for copy in self._caches.values():
+            copy.release()
+        self._caches.clear()
+        self._recordings.clear()
+        self._refused.clear()
+        self._verified.clear()
+        self._homes.clear()
+        self._state = None
+
+    def announced(self) -> AbstractContextManager[None]:
+        """Note the limits of the texts that ``generate`` makes inside the block."""
+        return announced_by_generate(self._module, self._length)
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: torch.device,
+        through_hooks: Callable[[], Any],
+    ) -> tuple[Any] | None:
+        """Run a call of the model inside ``flow.applied()`` that decodes one token per sequence.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            target: the device of the results.
+            through_hooks: runs the call without this class.
+
+        Returns:
+            The model's result, in a tuple; None if the call does something else, or cannot be
+            recorded.
+        """
+        found = cache_of(kwargs)
+        if found is None:
+            return None
+        if _new_tokens(args, kwargs) != 1:
+            self._make_room()
+            return None
+        name, cache = found
+        try:
+            self._refuse_modes()
+            call = self._read(args, kwargs, name, cache)
+            result = None if call is None else (self._run(call, target, through_hooks),)
+        except (CannotRecordError, UnsupportedCacheError, _WaitingError) as error:
+            self._note(hooked=1, why=str(error))
+            return None
+        return result
+
+    def _read(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, cache: Any
+    ) -> _Call | None:
+        """Return the parts of a call; None if its cache holds no prompt yet."""
+        rest = {key: value for key, value in kwargs.items() if key != name}
+        for copy in self._caches.values():
+            view = copy.current_view(cache)
+            if view is not None:
+                return _Call(args, rest, name, cache, view, copy.capacity, copy.signature)
+        view = CacheView(cache)
+        if not view.is_filled:
+            return None
+        view.homes = None if view.is_static else self._homes.get(view.kinds())
+        capacity = view.capacity(self._length.expected(view.length))
+        return _Call(args, rest, name, cache, view, capacity, view.signature(capacity))
+
+    def _run(self, call: _Call, target: torch.device, through_hooks: Callable[[], Any]) -> Any:
+        args, kwargs = _padded(call)
+        leaves, structure = flatten((args, kwargs))
+        general = (
+            structure.key,
+            call.view.kinds(),
+            autocast.current_dtypes(),
+            torch.is_inference_mode_enabled(),
+        )
+        key = general, call.signature, tuple(map(_kind, leaves)), target
+        recording = self._recordings.get(key)
+        if recording is not None and recording.replay is not None:
+            self._recordings.move_to_end(key)
+            self._caches.move_to_end(call.signature)
+            return self._replayed(recording, call, leaves, target)
+        if self._state is not None and not self._state.holds():
+            self.clear()
+            recording = None
+        if self._state is None:
+            self._state = ModelState(self._module)
+        if general in self._refused:
+            raise CannotRecordError(self._refused[general])
+        try:
+            if recording is not None:
+                return self._second(recording, call, leaves, target)
+            self._refuse_vain_attempts()
+            recording = self._opened(key, call, leaves, structure)
+            found = self._first(recording, call, leaves, target)
+        except torch.OutOfMemoryError as error:
+            if recording is not None:
+                recording.copy.undo()
+            # the recordings hold memory that the hooks need
+            self.clear()
+            self._refused[general] = f"there is no memory to record it: {error}"
+            raise CannotRecordError(self._refused[general]) from error
+        except CannotRecordError as error:
+            if recording is not None:
+                recording.copy.undo()
+                self._forget(key, call.signature)
+            self._refused[general] = str(error)
+            raise
+        if self._is_unsteady or general in self._verified:
+            recording.copy.follow(call.view)
+            self._note(hooked=1, why=_UNSTEADY if self._is_unsteady else "")
+            return found
+        recording.copy.undo()  # the user's cache goes on without it
+        return self._verify(recording, general, key, call, found, through_hooks)
+
+    def _verify(
+        self,
+        recording: _Recording,
+        general: Hashable,
+        key: Hashable,
+        call: _Call,
+        found: Any,
+        through_hooks: Callable[[], Any],
+    ) -> Any:
+        """Compare the first pass of a kind with the model on the user's own cache."""
+        expected = through_hooks()
+        if not call.view.is_static:
+            self._homes[call.view.kinds()] = places = call.view.places()
+            if places != recording.copy.places:
+                # the prompt's cache came from elsewhere: keep the next one with its layers
+                self._forget(key, call.signature)
+        why = _difference(found, expected, "a static cache gives another result than the model's")
+        if why:
+            self._refused[general] = why
+            self._forget(key, call.signature)
+        else:
+            self._verified.add(general)
+        self._note(hooked=1, why=why)
+        return expected
+
+    def _refuse_vain_attempts(self) -> None:
+        """Raise a _WaitingError after many kinds of calls of which each came only once."""
+        if self._waits:
+            self._waits -= 1
+            raise _WaitingError("its arguments differ from token to token")
+        self._attempts += 1
+        if self._attempts > _ATTEMPTS:
+            self._waits = min(_LONGEST_WAIT, 1 << self._attempts)
+
+    def _forget(self, key: Hashable, signature: Hashable) -> None:
+        """Drop a recording, and its static cache if no other recording uses it."""
+        recording = self._recordings.pop(key, None)
+        if recording is None or any(
+            other.copy is recording.copy for other in self._recordings.values()
+        ):
+            return
+        recording.copy.release()
+        self._caches.pop(signature, None)
+
+    def _make_room(self) -> None:
+        """Drop the recordings if a prompt may need the memory of a static cache."""
+        for copy in self._caches.values():
+            for place, taken in copy.sizes().items():
+                if devices.counts_bytes(place) and devices.unused_bytes(place) < taken:
+                    self.clear()
+                    return
+
+    def _refuse_modes(self) -> None:
+        if torch.is_grad_enabled():
+            raise CannotRecordError("gradients are enabled; call it inside torch.no_grad()")
+        if self._module.training:
+            raise CannotRecordError("the model is in training mode; call model.eval() first")
+        if autocast.current_dtype() is not None and torch.is_autocast_cache_enabled():
+            # a recording would keep reading weights that were cast before they changed
+            raise CannotRecordError("autocast keeps casts of weights")
+        if self._is_unsteady:
+            raise CannotRecordError(_UNSTEADY)
+
+    def _opened(
+        self,
+        key: Hashable,
+        call: _Call,
+        leaves: Sequence[Any],
+        structure: Structure,
+    ) -> _Recording:
+        """Return a new recording with memory for its inputs and its cache."""
+        copy = self._caches.get(call.signature)
+        if copy is None:
+            while len(self._caches) >= _KEPT_CACHES:
+                _, old = self._caches.popitem(last=False)
+                old.release()
+                for other in [k for k, one in self._recordings.items() if one.copy is old]:
+                    del self._recordings[other]
+            copy = self._caches[call.signature] = StaticCopy(call.view, call.capacity)
+        while len(self._recordings) >= _KEPT_RECORDINGS:
+            self._recordings.popitem(last=False)
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = [
+                devices.copy(leaf, devices.location(leaf)) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ]
+        recording = self._recordings[key] = _Recording(copy, inputs, structure)
+        return recording
+
+    def _first(
+        self, recording: _Recording, call: _Call, leaves: Sequence[Any], target: torch.device
+    ) -> Any:
+        """Trace the first pass of a kind."""
+        self._prepare(recording, call, leaves)
+        recording.trace, result = self._traced(recording, call)
+        assert self._state is not None
+        # A second run of the same token would change such a model again.
+        self._is_unsteady = not self._state.holds()
+        # the values are on their devices; the caller's are copies
+        return self._returned(recording, call, leaves, target, result)
+
+    def _second(
+        self, recording: _Recording, call: _Call, leaves: Sequence[Any], target: torch.device
+    ) -> Any:
+        """Trace another pass; record it and compare the replay, if it equals the first."""
+        assert recording.trace is not None and self._state is not None
+        before = recording.trace
+        self._prepare(recording, call, leaves)
+        # The replay after it writes equal keys and values to the same place; other state, such as
+        # the number of tokens, must be what it was.
+        contents = {id(tensor) for tensor in recording.copy.tensors}
+        kept = [
+            (tensor, tensor.clone()) for tensor in before.changed() if id(tensor) not in contents
+        ]
+        trace, result = self._traced(recording, call)
+        found = self._returned(recording, call, leaves, target, result)
+        if not self._state.holds():
+            self._is_unsteady = True
+            recording.copy.follow(call.view)
+            self._note(hooked=1, why=_UNSTEADY)
+            return found
+        if difference := before.difference(trace):
+            raise CannotRecordError(difference)
+        recording.trace = None
+        replay = TraceReplay(trace, [one for one in recording.outcome if one >= 0])
+        try:
+            replay.record()
+        except devices.NotRecordable as error:
+            raise CannotRecordError(str(error)) from error
+        for tensor, was in kept:
+            tensor.copy_(was)
+        replay.run()
+        again = self._collected(recording, replay, call, leaves, target)
+        if why := _difference(
+            again, found, "the recorded pass gives another result than the model"
+        ):
+            raise CannotRecordError(why)
+        recording.replay = replay
+        recording.copy.follow(call.view)
+        self._attempts = 0
+        self._note(hooked=1, recording=recording)
+        return found
+
+    def _replayed(
+        self, recording: _Recording, call: _Call, leaves: Sequence[Any], target: torch.device
+    ) -> Any:
+        assert recording.replay is not None and self._state is not None
+        recording.copy.adopt(call.cache, call.view)
+        _fill(recording.inputs, leaves)
+        recording.replay.run()
+        # Meanwhile the devices work.
+        if not self._state.holds():
+            recording.copy.rewind()
+            self.clear()
+            raise CannotRecordError("the model has changed")
+        recording.copy.follow(call.view)
+        self._note(recorded=1, recording=recording)
+        return self._collected(recording, recording.replay, call, leaves, target)
+
+    def _prepare(self, recording: _Recording, call: _Call, leaves: Sequence[Any]) -> None:
+        """Bring the cache and the inputs of a call into static memory."""
+        recording.copy.adopt(call.cache, call.view)
+        recording.copy.save()
+        _fill(recording.inputs, leaves)
+
+    def _traced(self, recording: _Recording, call: _Call) -> tuple[Trace, Any]:
+        """Run a pass through hooks on static memory, and trace it.
+
+        Returns:
+            The trace, and the model's result, whose cache is the static one.
+        """
+        args, kwargs = recording.structure.unflatten(recording.inputs)
+        kwargs[call.name] = recording.copy.cache
+        before = _random_states()
+        tracer = OperationTrace()
+        try:
+            with tracer:
+                result = self._hooks.run_model(args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise CannotRecordError(f"it fails with a static cache: {error}") from error
+        trace = tracer.trace
+        if not trace.obstacle and _random_states() != before:
+            trace.obstacle = "it draws random numbers"
+        if trace.obstacle:
+            raise CannotRecordError(trace.obstacle)
+        self._note_result(recording, result, tracer)
+        return trace, result
+
+    def _note_result(self, recording: _Recording, result: Any, tracer: OperationTrace) -> None:
+        """Note which values a result consists of."""
+        tensors, recording.result = flatten(_exchanged(result, recording.copy.cache, _UsersCache))
+        inputs = {id(one): place for place, one in enumerate(recording.inputs)}
+        recording.outcome = []
+        for tensor in tensors:
+            number = inputs.get(id(tensor))
+            if number is not None:
+                recording.outcome.append(-1 - number)
+                continue
+            made = tracer.number(tensor)
+            if made is None:
+                raise CannotRecordError("it returns a tensor that torch did not make")
+            recording.outcome.append(made)
+
+    def _returned(
+        self,
+        recording: _Recording,
+        call: _Call,
+        leaves: Sequence[Any],
+        target: torch.device,
+        result: Any,
+    ) -> Any:
+        """Return the result of a traced pass to the caller."""
+        tensors, structure = flatten(_exchanged(result, recording.copy.cache, _UsersCache))
+        own = {id(one): given for one, given in zip(recording.inputs, leaves, strict=True)}
+        moved = [own[id(one)] if id(one) in own else _copied(one, target) for one in tensors]
+        return _exchanged(structure.unflatten(moved), _UsersCache, call.cache)
+
+    def _collected(
+        self,
+        recording: _Recording,
+        replay: TraceReplay,
+        call: _Call,
+        leaves: Sequence[Any],
+        target: torch.device,
+    ) -> Any:
+        """Return the result of a replayed pass to the caller."""
+        assert recording.result is not None
+        tensors = [
+            leaves[-1 - number] if number < 0 else _copied(replay.value(number), target)
+            for number in recording.outcome
+        ]
+        return _exchanged(recording.result.unflatten(tensors), _UsersCache, call.cache)
+
+    def _note(
+        self, recorded: int = 0, hooked: int = 0, recording: _Recording | None = None, why: str = ""
+    ) -> None:
+        report = self.report
+        changes: dict[str, Any] = {
+            "recorded": report.recorded + recorded,
+            "hooked": report.hooked + hooked,
+            "not_recorded_because": why,
+        }
+        if recording is not None and recording.replay is not None:
+            changes |= {
+                "stages": tuple(str(piece.device) for piece in recording.replay.pieces),
+                "capacity": recording.copy.capacity,
+            }
+        self.report = replace(report, **changes)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument with one entry per token in its second dimension; None if unknown."""
+    given = (kwargs.get(name) for name in _TOKENS)
+    return next((one for one in given if isinstance(one, Tensor)), args[0] if args else None)
+
+
+def _new_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the number of tokens per sequence in a call; 0 if it is unknown."""
+    tokens = _tokens(args, kwargs)
+    return tokens.shape[1] if isinstance(tokens, Tensor) and tokens.dim() > 1 else 0
+
+
+def _padded(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with a mask over all tokens that the static cache has room for.
+
+    Args:
+        call: with a cache of which ``view.length`` tokens are in use.
+    """
+    args, kwargs, length = call.args, call.kwargs, call.view.length
+    name = "decoder_attention_mask" if call.view.cross else "attention_mask"
+    mask = kwargs.get(name)
+    if length is None:
+        return args, kwargs
+    if mask is None and call.view.cross:
+        # decoders of transformers would make one of a length that only the device knows
+        tokens = _tokens(args, kwargs)
+        mask = tokens.new_ones((tokens.shape[0], length + 1), dtype=torch.int64)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return args, kwargs
+    if mask.shape[1] != length + 1:
+        raise CannotRecordError(f"{name} has {mask.shape[1]} columns for {length + 1} tokens")
+    padded = torch.nn.functional.pad(mask, (0, call.capacity - mask.shape[1]))
+    return args, {**kwargs, name: padded}
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, devices.location(leaf)
+    return leaf  # type: ignore[no-any-return]
+
+
+def _fill(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copy the inputs of a call into their static tensors."""
+    for own, one in zip(inputs, given, strict=True):
+        devices.fill(own, one)
+
+
+def _copied(tensor: Tensor, target: torch.device) -> Tensor:
+    """Return a copy of a result on the caller's device; the next pass overwrites the result."""
+    if devices.same(devices.location(tensor), target):
+        return tensor.clone()
+    return devices.move(tensor, target)
+
+
+def _exchanged(nest: Any, old: Any, new: Any) -> Any:
+    """Return a result with ``new`` in place of the object ``old``."""
+    if nest is old:
+        return new
+    if isinstance(nest, dict):
+        items = {name: _exchanged(item, old, new) for name, item in nest.items()}
+        if all(items[name] is item for name, item in nest.items()):
+            return nest
+        return type(nest)(**items) if type(nest) is not dict else items
+    if type(nest) in (tuple, list):
+        return type(nest)(_exchanged(item, old, new) for item in nest)
+    return nest
+
+
+def _difference(found: Any, expected: Any, message: str) -> str:
+    """Return a message if two results are not equal up to rounding; an empty string if they are."""
+    some, others = _result_tensors(found), _result_tensors(expected)
+    if len(some) != len(others):
+        return message
+    close = Closeness.for_tensors(others)
+    unlike = (
+        f"{message}: {shown(one, other)}"
+        for one, other in zip(some, others, strict=True)
+        if not close(one, other)
+    )
+    return next(unlike, "")
+
+
+def _result_tensors(nest: Any) -> list[Any]:
+    """Return the tensors of a result without its caches."""
+    if isinstance(nest, Tensor):
+        return [nest]
+    if isinstance(nest, dict):
+        return [leaf for item in nest.values() for leaf in _result_tensors(item)]
+    if isinstance(nest, (tuple, list)):
+        return [leaf for item in nest for leaf in _result_tensors(item)]
+    return []
+
+
+def _random_states() -> list[bytes]:
+    """Return the states of torch's random number generators."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        generators += torch.cuda.default_generators
+    return [bytes(generator.get_state().numpy().tobytes()) for generator in generators]

@@ -1,0 +1,226 @@
+"""Repetition of a traced pass: one recorded piece per device at a time, and copies between them.
+
+    trace:    a0 a1 ──copy──> b0 b1 ──copy──> a2        (a: on cuda:0, b: on cuda:1)
+    pieces:   level 0, cuda:0   level 1, cuda:1   level 2, cuda:0
+
+A piece is a maximal run of operations of one device that need nothing of a later piece. On a GPU it
+is one CUDA graph. A CPU stand-in runs its operations one by one, from the trace and without the
+model's code, so that it repeats what a graph would.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.executor.generation.operation_trace import Operation, Trace, Value, tensors_of
+
+
+@dataclass
+class Piece:
+    """A part of a pass on one device.
+
+    Attributes:
+        device: where it runs.
+        level: the number of devices' borders before it; pieces run in the order of their levels.
+        arrivals: copies from other devices that it starts with.
+        operations: what it runs then.
+        replay: runs the operations; a recording's replay on a GPU.
+    """
+
+    device: torch.device
+    level: int
+    arrivals: list[Operation] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    replay: Callable[[], None] | None = None
+
+
+class TraceReplay:
+    """A pass that is run again from its trace.
+
+    Args:
+        trace: of the pass, without an obstacle.
+        results: numbers of the values that the caller reads afterwards.
+
+    Attributes:
+        pieces: in the order in which they run.
+    """
+
+    def __init__(self, trace: Trace, results: Collection[int]) -> None:
+        self.pieces = _pieces(trace)
+        self._values: dict[int, Tensor] = {**trace.constants, **trace.externals, **trace.arrived}
+        self._last_reads = _last_reads(self.pieces, set(self._values) | set(results))
+
+    def record(self) -> None:
+        """Turn the pieces on GPUs into CUDA graphs, without running them.
+
+        Raises:
+            devices.NotRecordable: if a piece cannot be recorded.
+        """
+        pools: dict[torch.device, Any] = {}
+        for piece in self.pieces:
+            if not piece.operations:
+                continue  # it only receives results
+            if piece.device.type != "cuda":
+                piece.replay = _run_later(self, piece)
+                continue
+            # A value that a later piece reads stays referenced, so its memory is not given to
+            # another recording of the pool.
+            pool = pools.setdefault(piece.device, devices.memory_pool(piece.device))
+            work = [_run_later(self, piece)]
+            # The operations have just run, so no library needs another warm-up.
+            (piece.replay,) = devices.record(work, piece.device, pools=[pool], warm=True)
+
+    def run(self) -> None:
+        """Run the pass; the host does not wait for the devices."""
+        for piece in self.pieces:
+            for arrival in piece.arrivals:
+                self._receive(arrival)
+            if piece.replay is not None:
+                piece.replay()
+
+    def value(self, number: int) -> Tensor:
+        """Return a value of the latest pass; the next one overwrites it."""
+        return self._values[number]
+
+    def _receive(self, arrival: Operation) -> None:
+        source, target = arrival.reads[0], arrival.makes[0]
+        if arrival.writes:
+            target, source = arrival.reads[:2]
+        devices.fill(self._values[target], self._values[source])
+
+    def run_piece(self, piece: Piece) -> None:
+        """Run the operations of a piece one by one."""
+        values, last_reads = self._values, self._last_reads
+        for operation in piece.operations:
+            made = operation.function(
+                *_filled(operation.args, values), **_filled(operation.kwargs, values)
+            )
+            values.update(zip(operation.makes, tensors_of(made), strict=True))
+            for number in last_reads.get(id(operation), ()):
+                values.pop(number, None)
+
+
+def _run_later(replay: TraceReplay, piece: Piece) -> Callable[[], None]:
+    return lambda: replay.run_piece(piece)
+
+
+class _Levels:
+    """The level of each operation, from what it reads, writes and follows on its device."""
+
+    def __init__(self) -> None:
+        self._latest: dict[torch.device, int] = {}
+        # by storage: where it was last written, and the level of the latest transfer from it
+        self._written: dict[int, tuple[int, torch.device]] = {}
+        self._sent: dict[int, int] = {}
+
+    def level(self, operation: Operation, trace: Trace) -> int:
+        """Return the level of the next operation of the pass."""
+        device, storages = operation.device, trace.storages
+        level = self._latest.get(device, 0)
+        for number in operation.reads:
+            at, place = self._written.get(storages[number], (0, device))
+            level = max(level, at if place == device else at + 1)
+        for number in operation.writes:
+            # a copy that reads the old contents comes before
+            level = max(level, self._sent.get(storages[number], -1) + 1)
+        if operation.is_transfer and operation.writes:
+            # a piece starts with its copies: what used the target before belongs to another piece
+            level = max(level, self._latest.get(device, -1) + 1)
+        if operation.is_transfer:
+            for number in operation.reads:
+                self._sent[storages[number]] = max(level, self._sent.get(storages[number], -1))
+        for number in (*operation.writes, *operation.makes):
+            self._written[storages[number]] = level, device
+        self._latest[device] = level
+        return level
+
+
+def _pieces(trace: Trace) -> list[Piece]:
+    """Return the pieces of a pass, in the order in which they run."""
+    found: dict[tuple[int, torch.device], Piece] = {}
+    levels = _Levels()
+    for operation in _with_shared_transfers(trace):
+        level = levels.level(operation, trace)
+        piece = found.setdefault((level, operation.device), Piece(operation.device, level))
+        if operation.is_transfer:
+            piece.arrivals.append(operation)
+        else:
+            piece.operations.append(operation)
+    return sorted(found.values(), key=lambda piece: piece.level)
+
+
+def _with_shared_transfers(trace: Trace) -> Iterable[Operation]:
+    """Yield the operations, with one copy of a value for all readers on a device.
+
+    Hooks copy what a module reads whenever it is entered: a mask once per layer.
+    """
+    storages = trace.storages
+    changed = {storages[number] for number in trace.written()}
+    first: dict[tuple[int, torch.device, str], int] = {}
+    for operation in trace.operations:
+        if operation.makes and all(number in trace.constants for number in operation.makes):
+            continue  # numbers that the recording keeps
+        if not operation.is_transfer or operation.writes:
+            for number in operation.writes:
+                sources = [key for key in first if storages[key[0]] == storages[number]]
+                for key in sources:
+                    del first[key]
+            yield operation
+            continue
+        (source,), (target,) = operation.reads, operation.makes
+        if source in trace.constants and storages[target] not in changed:
+            continue  # the first copy stays valid
+        key = source, operation.device, repr(operation.kwargs)
+        if key in first and storages[target] not in changed:
+            trace.arrived[target] = trace.arrived[first[key]]
+            storages[target] = storages[first[key]]
+            continue
+        if storages[target] not in changed:
+            first[key] = target
+        yield operation
+
+
+def _last_reads(pieces: Iterable[Piece], kept: Collection[int]) -> dict[int, list[int]]:
+    """Return by identity of an operation the values that nothing needs after it.
+
+    A value that leaves its piece is needed again: its memory is static.
+
+    Args:
+        pieces: of the pass.
+        kept: values that stay.
+    """
+    readers: defaultdict[int, set[int]] = defaultdict(set)
+    last: dict[int, Operation] = {}
+    for number, piece in enumerate(pieces):
+        for arrival in piece.arrivals:
+            for value in arrival.reads:
+                # a copy between pieces needs it outside of any piece
+                readers[value].update((-1, number))
+        for operation in piece.operations:
+            for value in (*operation.reads, *operation.makes):
+                readers[value].add(number)
+                last[value] = operation
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for value, operation in last.items():
+        if value not in kept and len(readers[value]) == 1:
+            found[id(operation)].append(value)
+    return dict(found)
+
+
+def _filled(nest: Any, values: dict[int, Tensor]) -> Any:
+    """Return arguments with the tensors in place of their numbers."""
+    kind = type(nest)
+    if kind is Value:
+        return values[nest.number]
+    if kind is list or kind is tuple:
+        return kind(_filled(item, values) for item in nest)
+    if kind is dict:
+        return {name: _filled(item, values) for name, item in nest.items()}
+    return nest

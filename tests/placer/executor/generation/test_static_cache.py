@@ -1,0 +1,63 @@
+"""Static copies of caches: their capacities, and the lengths that ``generate`` tells."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from placer.executor.generation.static_cache import capacity_for
+from placer.executor.generation.text_length import TextLength
+
+
+@pytest.mark.parametrize(
+    ("length", "expected", "capacity"),
+    [
+        (1, None, 64),
+        (63, None, 64),
+        (64, None, 128),
+        (1000, None, 1024),
+        (1024, None, 2048),
+        (512, 576, 640),
+        (5, 17, 64),
+        (700, 1025, 1280),
+        (100, 100_000, 128),  # a limit that a text rarely reaches
+        (3000, 5000, 5120),
+        (600, 576, 1024),
+    ],
+)
+def test_capacities_have_room_for_the_text_or_double(
+    length: int, expected: int | None, capacity: int
+) -> None:
+    assert capacity_for(length, expected) == capacity
+
+
+def test_every_capacity_has_room_for_one_more_token() -> None:
+    for length in range(1, 3000):
+        for expected in (None, length, length + 1, length + 64, 2 * length):
+            capacity = capacity_for(length, expected)
+            assert capacity > length and capacity >= min(expected or 0, 4096)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_new_tokens": 20}, 27),
+        ({"max_length": 30}, 30),
+        ({"generation_config": SimpleNamespace(max_new_tokens=5, max_length=None)}, 12),
+        ({}, 100),
+    ],
+)
+def test_the_length_of_a_text_follows_from_the_limits(
+    options: dict[str, Any], expected: int
+) -> None:
+    model = nn.Module()
+    model.generation_config = SimpleNamespace(max_new_tokens=None, max_length=100)
+    length = TextLength()
+    assert length.expected(7) is None
+    length.announce(model, options)
+    assert [length.expected(tokens) for tokens in (7, 8, 9)] == [expected] * 3
+    length.forget()
+    assert length.expected(7) is None
