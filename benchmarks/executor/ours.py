@@ -39,7 +39,8 @@ COMPARED = 3
 def contender(case: Training, count: int) -> Contender:
     """Return what a user gets: the placement with the shortest steady-state step, refined.
 
-    The search covers micro-batches, schedule and map.
+    The search covers replicas, micro-batches, schedule and map. Placements with replicas are not
+    refined.
 
     Args:
         case: the training case.
@@ -52,18 +53,16 @@ def contender(case: Training, count: int) -> Contender:
     profiles = _profiles(case, model, batch, places)
     size = len(batch[0])
     first = solve(question(profiles, count, size))
-    taken = next(found for found in profiles if found.batch_size == first.batch_size)
-    part, goal = (tensor[: first.batch_size] for tensor in batch)
-    asked = question([taken], count, size)
-    best = refine(
-        first, copy.deepcopy(model), part, request=asked, loss_fn=case.loss, target=goal
-    ).placement
+    pipelines = _pipelines(first)
+    each = first.batch_size // pipelines
+    taken = next(found for found in profiles if found.batch_size == each)
+    best = first if first.replicas else _refined(first, taken, case, model, batch, count)
     release()
     flow = DataFlow(copy.deepcopy(model), [str(place) for place in places])
     ready = steps(flow, best, batch, case.loss)
     values = _behind(ready, best, places)
     release()
-    unsplit = reference(model.to(cases.home()), *batch, case.loss, best.chunks)
+    unsplit = reference(model.to(cases.home()), *batch, case.loss, best.chunks * pipelines)
     differences = [abs(a - b) for a, b in zip(values.pop("losses"), unsplit, strict=True)]
     made = contest.here(ENGINE, places, best.chunks, ready)
     made.values = values | {
@@ -71,8 +70,30 @@ def contender(case: Training, count: int) -> Contender:
         "predicted_ms": [_step_ms(best)],
         "loss_difference": [max(differences)],
         "stages": [len(best.stages)],
+        "pipelines": [pipelines],
     }
     return made
+
+
+def _pipelines(placement: Placement) -> int:
+    """Return the number of pipelines that share each micro-batch."""
+    return max(map(len, placement.replicas.values()), default=1)
+
+
+def _refined(
+    first: Placement,
+    taken: Profile,
+    case: Training,
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    count: int,
+) -> Placement:
+    """Return the placement after its stages were measured and it was solved again."""
+    part, goal = (tensor[: first.batch_size] for tensor in batch)
+    asked = question([taken], count, len(batch[0]))
+    return refine(
+        first, copy.deepcopy(model), part, request=asked, loss_fn=case.loss, target=goal
+    ).placement
 
 
 def _profiles(
@@ -203,6 +224,7 @@ def question(profiles: Sequence[Profile], count: int, size: int) -> PlacementReq
         steps="in-a-row",
         batch_size=size,
         schedule="auto",
+        replicas="auto",
         constraints=Constraints(contiguous=True),
         time_limit_s=SOLVER_S,
     )

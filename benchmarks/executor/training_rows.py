@@ -76,6 +76,8 @@ def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
     """Yield details of our step."""
     values = ours.values
     yield row(case, "micro-batches of the fastest step", "", ours.chunks)
+    if "pipelines" in values:
+        yield row(case, "pipelines that share each micro-batch", "", time_of(ours, "pipelines"))
     yield row_of(
         case, "a training step alone, from idle devices to idle devices", values["alone_ms"]
     )
