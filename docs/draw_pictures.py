@@ -90,7 +90,7 @@ def placement_picture(profile: Profile) -> str:
         profile=profile,
         objective="step",
         schedule="auto",
-        steps="alone",
+        step_kind="isolated",
         batch_size=8 * profile.batch_size,
         time_limit_s=300,
         work_limit=20,

@@ -221,7 +221,7 @@ def question(profiles: Sequence[Profile], count: int, size: int) -> PlacementReq
         profiles=tuple(profiles[1:]),
         cluster=_of_first(profiles[0], count),
         objective="step",
-        steps="in-a-row",
+        step_kind="steady-state",
         batch_size=size,
         schedule="auto",
         replicas="auto",

@@ -376,7 +376,7 @@ def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float
         placement.chunks,
         forward_ms=forward,
         backward_ms=backward,
-        weights_ms=weights,
+        weight_grad_ms=weights,
         transfers=transfers,
         room=placement.in_flight or None,
         training=case.training,

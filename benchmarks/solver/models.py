@@ -309,7 +309,7 @@ def _small(measured: Profile, kind: str) -> Profile:
             "module": old.module.rpartition(".")[2],
             "host_ms": {},
             "spread": {},
-            "weights_ms": {},
+            "weight_grad_ms": {},
         } | times
 
     layers = tuple(old.model_copy(update=layer(old)) for old in measured.layers)

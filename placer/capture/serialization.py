@@ -110,7 +110,7 @@ def _state(name: str, tensor: Tensor, graph: LayerGraph) -> GraphState:
         shape=tuple(tensor.shape),
         dtype=_dtype(tensor.dtype, name),
         kind=kind,
-        trained=tensor.requires_grad,
+        requires_grad=tensor.requires_grad,
         memory_format=_memory_format(tensor),
     )
 

@@ -245,7 +245,7 @@ class DataFlow(nn.Module):
         if placement is not None:
             found = _placement(placement)
             changes, granularity = self._adopted(found), tuple(found.layer_devices)
-            detours = list(found.through_host)
+            detours = list(found.links_through_host)
         layer_gpus = changes["layer_gpus"]
         if not isinstance(layer_gpus, Mapping):
             raise PlacementError(

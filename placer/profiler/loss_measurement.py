@@ -228,13 +228,13 @@ def _joined(
             # what the loss saves is part of ``saved_bytes`` already, so the layer's own peak
             # shrinks
             "forward_workspace_bytes": max(layer.forward_workspace_bytes - saved, pieces + forward),
-            "input_workspace_bytes": max(
-                layer.input_workspace_bytes or layer.backward_workspace_bytes,
-                *(pieces + _input_workspace(row) for row in memories),
+            "input_grad_workspace_bytes": max(
+                layer.input_grad_workspace_bytes or layer.backward_workspace_bytes,
+                *(pieces + _input_grad_workspace(row) for row in memories),
             ),
-            "pass_workspace_bytes": max(
-                layer.pass_workspace_bytes or layer.backward_workspace_bytes,
-                *(pieces + _pass_workspace(row) for row in memories),
+            "recorded_workspace_bytes": max(
+                layer.recorded_workspace_bytes or layer.backward_workspace_bytes,
+                *(pieces + _recorded_workspace(row) for row in memories),
             ),
             "backward_workspace_bytes": max(
                 layer.backward_workspace_bytes,
@@ -306,11 +306,11 @@ def _there(function: LossFunction, device: torch.device) -> LossFunction:
 __all__ = ["Loss", "as_run", "given_loss", "with_loss"]
 
 
-def _input_workspace(memory: LayerMemory) -> int:
+def _input_grad_workspace(memory: LayerMemory) -> int:
     """Return the workspace of an input-gradient pass; 0 stands for the eager backward pass."""
-    return memory.input_workspace_bytes or memory.backward_workspace_bytes
+    return memory.input_grad_workspace_bytes or memory.backward_workspace_bytes
 
 
-def _pass_workspace(memory: LayerMemory) -> int:
+def _recorded_workspace(memory: LayerMemory) -> int:
     """Return the workspace of a recorded pass; 0 stands for the eager backward pass."""
-    return memory.pass_workspace_bytes or memory.backward_workspace_bytes
+    return memory.recorded_workspace_bytes or memory.backward_workspace_bytes

@@ -47,18 +47,18 @@ class LayerMemory:
             parameters, and saved storages. It includes the gradients of writes until they are used,
             the gradients of reads, and new gradients of parameters until they are accumulated. 0 in
             inference.
-        pass_workspace_bytes: the backward peak of a recorded pass, in which no saved storage is
+        recorded_workspace_bytes: the backward peak of a recorded pass, in which no saved storage is
             freed and products accumulate into gradients of parameters directly. 0 in inference, and
             if the layer cannot run so.
         deferred_bytes: storages created by the input-gradient pass and needed by the
             weight-gradient pass: gradients of results of linear layers and convolutions, each
             storage once. 0 in inference.
-        input_workspace_bytes: the peak of the input-gradient pass beyond state, gradients of
+        input_grad_workspace_bytes: the peak of the input-gradient pass beyond state, gradients of
             parameters and saved storages, none of which is freed. It includes ``deferred_bytes``
             and the gradients of reads, but not the deferred gradients of parameters. 0 in
             inference.
-        weights_workspace_bytes: the peak of the weight-gradient pass beyond its deferred storages:
-            two operations of the largest kind.
+        weight_grad_workspace_bytes: the peak of the weight-gradient pass beyond its deferred
+            storages: two operations of the largest kind.
         slices: for each storage of which gradients of reads are slices (after a concatenation), its
             bytes and the positions of these reads. All of it lives until its last slice is used.
         deferred_writes: positions of the writes whose gradients are part of ``deferred_bytes``.
@@ -71,10 +71,10 @@ class LayerMemory:
     saved_writes: frozenset[int] = frozenset()
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
-    pass_workspace_bytes: int = 0
+    recorded_workspace_bytes: int = 0
     deferred_bytes: int = 0
-    input_workspace_bytes: int = 0
-    weights_workspace_bytes: int = 0
+    input_grad_workspace_bytes: int = 0
+    weight_grad_workspace_bytes: int = 0
     slices: tuple[Slices, ...] = ()
     deferred_writes: frozenset[int] = frozenset()
     in_segments: bool = False
@@ -187,18 +187,18 @@ def _training_memory(
         backward_workspace_bytes=backward_workspace,
         # Without saved storages nothing would be freed early, and without parameters nothing
         # accumulates: the recorded pass equals the eager one.
-        pass_workspace_bytes=_pass_workspace(trial) if kept or trial.parameters else 0,
+        recorded_workspace_bytes=_recorded_workspace(trial) if kept or trial.parameters else 0,
         fragmented_bytes=fragmented,
         deferred_bytes=sum(halves.deferred),
-        input_workspace_bytes=halves.input_workspace_bytes,
-        weights_workspace_bytes=halves.weights_workspace_bytes,
+        input_grad_workspace_bytes=halves.input_grad_workspace_bytes,
+        weight_grad_workspace_bytes=halves.weight_grad_workspace_bytes,
         slices=halves.slices,
         deferred_writes=halves.deferred_writes,
         in_segments=devices.counts_bytes(trial.device),
     )
 
 
-def _pass_workspace(trial: Trial) -> int:
+def _recorded_workspace(trial: Trial) -> int:
     """Return the peak of a backward pass that frees no saved storage.
 
     0 if the layer cannot run so.

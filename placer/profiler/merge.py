@@ -18,16 +18,16 @@ from placer.schema import Cluster, Device, Edge, Layer, Link, Profile, Rate
 
 __all__ = ["merge_profiles", "on_hosts", "through_network"]
 
-_TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "host_ms", "spread")
+_TIMES = ("forward_ms", "backward_ms", "weight_grad_ms", "optimizer_ms", "host_ms", "spread")
 _OWN = ("param_bytes", "grad_bytes", "optimizer_bytes", "buffer_bytes")
 _NEEDED = (
     "saved_bytes",
     "forward_workspace_bytes",
     "backward_workspace_bytes",
     "deferred_bytes",
-    "weights_workspace_bytes",
+    "weight_grad_workspace_bytes",
 )
-_TOLD_APART = ("pass_workspace_bytes", "input_workspace_bytes")
+_TOLD_APART = ("recorded_workspace_bytes", "input_grad_workspace_bytes")
 
 
 def merge_profiles(
@@ -74,7 +74,9 @@ def merge_profiles(
         update={
             "layers": tuple(_layer(same) for same in layers),
             "edges": tuple(_edge(same) for same in edges),
-            "optimizer_step_share": max(profile.optimizer_step_share for profile in profiles),
+            "optimizer_workspace_ratio": max(
+                profile.optimizer_workspace_ratio for profile in profiles
+            ),
             "cluster": _cluster(clusters, network) if clusters else None,
             "versions": _versions([profile.versions for profile in profiles]),
         }
@@ -147,14 +149,14 @@ def _largest(named: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _edge(same: Sequence[Edge]) -> Edge:
     ends = (same[0].source, *same[0].targets)
     kept = {name for edge in same for name in edge.saved_by}
-    # ``rest_until`` belongs to ``rest_bytes``: take both from the same profile
-    rest = max(same, key=lambda edge: edge.rest_bytes)
+    # ``retained_until`` belongs to ``retained_bytes``: take both from the same profile
+    rest = max(same, key=lambda edge: edge.retained_bytes)
     return same[0].model_copy(
         update={
             "gradient_bytes": max(edge.gradient_bytes for edge in same),
             "saved_by": tuple(name for name in ends if name in kept),
-            "rest_bytes": rest.rest_bytes,
-            "rest_until": rest.rest_until,
+            "retained_bytes": rest.retained_bytes,
+            "retained_until": rest.retained_until,
             "deferred": all(edge.deferred for edge in same),
         }
     )

@@ -75,7 +75,7 @@ def write(
         graph_hash=graph.hash,
         training=training,
         optimizer=optimizer.name if training else None,
-        optimizer_step_share=_step_share(graph, optimizer, measured, places or {})
+        optimizer_workspace_ratio=_step_share(graph, optimizer, measured, places or {})
         if training
         else 0.0,
         batch_size=graph.batch_size,
@@ -110,7 +110,7 @@ def _times(
     return {
         "forward_ms": {kind: significant(row.time.forward_ms) for kind, row in rows.items()},
         "backward_ms": backward_ms if training else {},
-        "weights_ms": _weights(rows, grad_bytes),
+        "weight_grad_ms": _weights(rows, grad_bytes),
         "optimizer_ms": _beyond(0.0, optimizer_ms),
         "spread": _beyond(0.01, spread),
         "host_ms": {kind: significant(row.time.host_ms) for kind, row in rows.items()},
@@ -131,16 +131,16 @@ def _workspaces(
     memories = [row.memory for row in rows]
     forward = max(memory.forward_workspace_bytes for memory in memories)
     backward = max(memory.backward_workspace_bytes for memory in memories)
-    recorded = _told_apart((memory.pass_workspace_bytes for memory in memories), memories)
-    of_input = _told_apart((memory.input_workspace_bytes for memory in memories), memories)
-    of_weights = _material(max(memory.weights_workspace_bytes for memory in memories))
+    recorded = _told_apart((memory.recorded_workspace_bytes for memory in memories), memories)
+    of_input = _told_apart((memory.input_grad_workspace_bytes for memory in memories), memories)
+    of_weights = _material(max(memory.weight_grad_workspace_bytes for memory in memories))
     return {
         "forward_workspace_bytes": pieces + max(0, extra + forward),
         "backward_workspace_bytes": pieces + around + backward,
-        "pass_workspace_bytes": _beside(recorded, pieces + around),
+        "recorded_workspace_bytes": _beside(recorded, pieces + around),
         "deferred_bytes": max(memory.deferred_bytes for memory in memories),
-        "input_workspace_bytes": _beside(of_input, pieces + around),
-        "weights_workspace_bytes": _beside(of_weights, pieces),
+        "input_grad_workspace_bytes": _beside(of_input, pieces + around),
+        "weight_grad_workspace_bytes": _beside(of_weights, pieces),
     }
 
 
@@ -168,7 +168,7 @@ def _weights(rows: Mapping[str, Measurement], grad_bytes: int) -> dict[str, floa
 
     Zeros are omitted for layers without gradients of parameters.
     """
-    halves = {kind: significant(row.time.weights_ms) for kind, row in rows.items()}
+    halves = {kind: significant(row.time.weight_grad_ms) for kind, row in rows.items()}
     return halves if grad_bytes else _beyond(0.0, halves)
 
 
@@ -270,8 +270,8 @@ def _edges(
             bytes=sizes[name],
             gradient_bytes=sizes[name] if training and value.requires_grad else 0,
             saved_by=tuple(layer for layer in (value.source, *targets) if name in kept[layer]),
-            rest_bytes=rest.bytes,
-            rest_until=rest.until,
+            retained_bytes=rest.bytes,
+            retained_until=rest.until,
             deferred=name in deferred and len(targets) == 1 and _material(sizes[name]) > 0,
         )
         edges.append(_Sent(name, edge))

@@ -48,15 +48,15 @@ class LayerTime:
         backward_ms: device time of the backward pass, which accumulates into existing gradients; 0
             in inference, and if no gradient flows.
         host_ms: time of the host to launch both, operation by operation.
-        weights_ms: the part of ``backward_ms`` for deferrable weight gradients (linear layers and
-            convolutions), see ``placer.capture.weight_grads.splittable_ops``.
+        weight_grad_ms: the part of ``backward_ms`` for deferrable weight gradients (linear layers
+            and convolutions), see ``placer.capture.weight_grads.splittable_ops``.
         spread: half the interquartile range of the total times, over their median.
     """
 
     forward_ms: float
     backward_ms: float
     host_ms: float
-    weights_ms: float = 0.0
+    weight_grad_ms: float = 0.0
     spread: float = 0.0
 
 

@@ -17,7 +17,7 @@ from math import inf
 
 from placer.errors import InfeasibleError
 from placer.schema import Layer, Placement, PlacementRequest, Profile
-from placer.schema.refinement import Ended, Refinement, Round, StageTime
+from placer.schema.refinement import Refinement, Round, StageTime, StopReason
 
 ROUNDING = 1e-9
 """Relative tolerance of loads against the requested bottleneck."""
@@ -55,7 +55,7 @@ def improve(
             bottleneck.
     """
     profile, done = request.profile, list[Round]()
-    ended: Ended = "rounds"
+    stop_reason: StopReason = "max-rounds"
     seen = set()
     while True:
         stages = [predicted(stage, profile, request) for stage in measure(placement)]
@@ -68,13 +68,13 @@ def improve(
         following = solve(_question(request, profile))
         measured = inf if _over(request, done[-1].placement) else done[-1].measured_value
         if _settled(placement, following, measured, tolerance):
-            ended = "settled"
+            stop_reason = "converged"
             # the new solution of the same map carries a bound for the corrected profile
             if _map(following) == _map(placement):
                 done[-1] = done[-1].model_copy(update={"placement": following})
             break
         if _map(following) in seen:
-            ended = "repeated"
+            stop_reason = "repeated"
             break
         placement = following
     # placements within the requested bottleneck first, then the best value
@@ -86,7 +86,9 @@ def improve(
             f"{request.bottleneck_ms:g}: the nearest keeps {busiest.device} busy for "
             f"{busiest.load_ms:.6g} ms; give more time"
         )
-    return Refinement(placement=best.placement, profile=profile, rounds=tuple(done), ended=ended)
+    return Refinement(
+        placement=best.placement, profile=profile, rounds=tuple(done), stop_reason=stop_reason
+    )
 
 
 def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[StageTime]) -> Profile:
@@ -117,7 +119,7 @@ def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[Stag
             [_at(layer.backward_ms, kind) for layer in members],
             stage.backward_ms - loss_backward_ms,
         )
-        weights = _weights(members, kind, backward, stage.weights_ms)
+        weights = _weights(members, kind, backward, stage.weight_grad_ms)
         forward[-1] += loss_forward_ms
         backward[-1] += loss_backward_ms
         for name, *times in zip(stage.layers, forward, backward, weights, strict=True):
@@ -178,8 +180,8 @@ def _timed(layer: Layer, kind: str, forward: float, backward: float, weights: fl
     update = {"forward_ms": {**layer.forward_ms, kind: forward}}
     if layer.backward_ms:
         update["backward_ms"] = {**layer.backward_ms, kind: backward}
-        if layer.weights_ms:
-            update["weights_ms"] = {**layer.weights_ms, kind: weights}
+        if layer.weight_grad_ms:
+            update["weight_grad_ms"] = {**layer.weight_grad_ms, kind: weights}
     return layer.model_copy(update=update)
 
 

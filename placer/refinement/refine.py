@@ -199,7 +199,7 @@ def _request(placement: Placement, profile: Profile) -> PlacementRequest:
         training=placement.training,
         chunks=placement.chunks,
         schedule=placement.schedule,
-        steps="alone" if placement.step is None else placement.step.steps,
+        step_kind="isolated" if placement.step is None else placement.step.kind,
     )
     if not placement.contiguous and _is_but_for_groups(request, where):
         return request

@@ -128,7 +128,7 @@ class Stages:
                     layers=_names(stage.segment),
                     forward_ms=forward,
                     backward_ms=backward + sum(weights),
-                    weights_ms=weights[0] if weights else None,
+                    weight_grad_ms=weights[0] if weights else None,
                     loss_forward_ms=min(loss[0], forward) if last else 0.0,
                     loss_backward_ms=min(loss[1], backward) if last else 0.0,
                     compiled=stage.compiled,

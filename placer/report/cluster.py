@@ -15,9 +15,9 @@ __all__ = ["cluster_table", "fault_texts", "island_texts"]
 # links shown in a table; a machine with eight GPUs has 56
 _SHOWN_LINKS = 12
 _LOADS = {
-    "both_ways": "both ways",
+    "bidirectional": "both ways",
     "computing": "computing",
-    "both_ways_computing": "both, computing",
+    "bidirectional_computing": "both, computing",
 }
 _RIGHT = ("memory", "usable", "to host", "from host", "bandwidth", "latency", *_LOADS.values())
 

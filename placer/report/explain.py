@@ -178,19 +178,20 @@ def _proven(placement: Placement) -> list[str]:
     else:
         lines.append(f"batch       {_choice_text(placement)}")
         lines += _shares(placement)
-    if placement.ties is not None:
-        ties = placement.ties
+    if placement.tie_breaks is not None:
+        ties = placement.tie_breaks
         least = "none as good has less" if ties.proven else "the least that was found"
         lines.append(
-            f"ties        {ties.transfer_ms:.4g} ms of transfers, {ties.spread_ms:.4g} ms apart: "
+            f"ties        {ties.transfer_ms:.4g} ms of transfers, "
+            f"{ties.imbalance_ms:.4g} ms apart: "
             f"{least}"
         )
     if placement.limits is not None:
-        lines.append(f"limited by  {placement.limits.kind}: {placement.limits.what}")
+        lines.append(f"limited by  {placement.limits.kind}: {placement.limits.detail}")
         lines += [
             f"would help  {help.change}: {_value_text(placement, help.objective_value)}, "
             f"{help.speedup:.2f}x"
-            for help in placement.limits.helps
+            for help in placement.limits.improvements
         ]
     return lines
 
@@ -202,11 +203,11 @@ def _step(placement: Placement, step: Step) -> list[str]:
         f"batch       {count_text(step.batch_size, 'sample')}: {_choice_text(placement)}{rate}, "
         f"devices idle {step.bubble:.0%}",
     ]
-    if step.alone_ms is not None and step.in_a_row_ms is not None:
-        row = ms_text(step.in_a_row_ms)
+    if step.isolated_ms is not None and step.steady_state_ms is not None:
+        row = ms_text(step.steady_state_ms)
         lines.append(
             f"a step      {row} steady-state, as in a training loop; "
-            f"{ms_text(step.alone_ms)} isolated"
+            f"{ms_text(step.isolated_ms)} isolated"
         )
     lines += _replicas(placement, step)
     others = [
@@ -319,7 +320,7 @@ def _single_text(placement: Placement) -> str:
     value = _value_text(placement, single.objective_value)
     if not single.fits:
         missing = (
-            f"does not fit on one device: short of {bytes_text(single.short_bytes)} "
+            f"does not fit on one device: short of {bytes_text(single.missing_bytes)} "
             f"on {single.device}"
         )
         if single.load_ms is not None:
@@ -355,8 +356,8 @@ def _infeasible(why: Infeasibility) -> list[str]:
         lines.append(f"layers      {', '.join(why.layers[:MOST_LAYERS])}{more}")
     if why.devices:
         lines.append(f"devices     {', '.join(why.devices)}")
-    if why.short_bytes:
-        lines.append(f"short of    {bytes_text(why.short_bytes)}")
+    if why.missing_bytes:
+        lines.append(f"short of    {bytes_text(why.missing_bytes)}")
     for number, words in enumerate(why.requirements[:MOST_REQUIREMENTS]):
         lines.append(f"{'' if number else 'together':<11} {words}")
     if len(why.requirements) > MOST_REQUIREMENTS:

@@ -11,10 +11,10 @@ from placer.utils.units import bytes_text, ms_text
 
 __all__ = ["refinement_table"]
 
-_ENDED = {
-    "settled": "settled: solving again moves nothing, or gains too little",
+_STOP_REASONS = {
+    "converged": "converged: solving again moves nothing, or gains too little",
     "repeated": "ended: solving again leads back to a placement that was measured before",
-    "rounds": "ended: as many rounds as were allowed",
+    "max-rounds": "ended: as many rounds as were allowed",
 }
 
 
@@ -41,7 +41,7 @@ def refinement_table(refinement: Refinement) -> RenderableType:
             grid.add_row(str(number) if index == 0 else "", *_cells(stage), end_section=last)
     lines = [_round_text(number, one) for number, one in enumerate(refinement.rounds, start=1)]
     compiled = [line for stage in refinement.rounds[-1].stages for line in _compiled(stage)]
-    return Group(grid, Text("\n".join([*lines, *compiled, _ENDED[refinement.ended]])))
+    return Group(grid, Text("\n".join([*lines, *compiled, _STOP_REASONS[refinement.stop_reason]])))
 
 
 def _cells(stage: StageTime) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ steady-state step 10::
                     stage 1   . 0 a 1 b 2 c A B C o 0 a 1 b 2 c A B C o
 
 ``plan`` returns the order, ``simulate`` the exact timeline of one or more steps with transfers, and
-``in_a_row_ms`` the steady-state time of a step.
+``steady_state_ms`` the steady-state time of a step.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (ZB-H1, ZB-H2).
 """
@@ -87,7 +87,7 @@ from placer.schedule.passes import (
     Transfer,
 )
 from placer.schedule.simulate import simulate, step_ms
-from placer.schedule.steady_state import in_a_row_ms
+from placer.schedule.steady_state import steady_state_ms
 
 __all__ = [
     "Pass",
@@ -98,7 +98,6 @@ __all__ = [
     "TimelineTask",
     "TimelineTransfer",
     "Transfer",
-    "in_a_row_ms",
     "in_flight",
     "least_in_flight",
     "merged",
@@ -106,5 +105,6 @@ __all__ = [
     "roomy_plans",
     "sharing",
     "simulate",
+    "steady_state_ms",
     "step_ms",
 ]

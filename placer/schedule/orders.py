@@ -79,7 +79,7 @@ def plan(
     *,
     forward_ms: Sequence[float] | None = None,
     backward_ms: Sequence[float] | None = None,
-    weights_ms: Sequence[float] | None = None,
+    weight_grad_ms: Sequence[float] | None = None,
     transfers: Sequence[Transfer] = (),
     room: Sequence[int] | None = None,
     training: bool = True,
@@ -102,7 +102,8 @@ def plan(
         forward_ms: for each stage; ``zero-bubble`` and ``interleaved`` depend on it. Equal by
             default.
         backward_ms: for each stage, the whole backward pass; twice ``forward_ms`` by default.
-        weights_ms: for each stage, the weight-gradient pass; half of ``backward_ms`` by default.
+        weight_grad_ms: for each stage, the weight-gradient pass; half of ``backward_ms`` by
+            default.
         transfers: between stages, for ``zero-bubble`` and ``interleaved``; none by default.
         room: for each stage, the maximum number of micro-batches in flight, for ``zero-bubble``,
             and for ``interleaved`` with several stages per device. By default ``in_flight``, or
@@ -123,7 +124,7 @@ def plan(
             f"a schedule needs a stage and a micro-batch; got stages={len(places)}, chunks={chunks}"
         )
     count = len(places)
-    forward, backward, weights = _pass_times(count, forward_ms, backward_ms, weights_ms)
+    forward, backward, weights = _pass_times(count, forward_ms, backward_ms, weight_grad_ms)
     _refuse_no_times(
         "transfers", [time for one in transfers for time in one[2:] if time is not None]
     )
@@ -146,15 +147,15 @@ def _pass_times(
     count: int,
     forward_ms: Sequence[float] | None,
     backward_ms: Sequence[float] | None,
-    weights_ms: Sequence[float] | None,
+    weight_grad_ms: Sequence[float] | None,
 ) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
     """Return the times of each stage's passes, with the defaults of ``plan``."""
     forward = [1.0] * count if forward_ms is None else forward_ms
     backward = [2 * time for time in forward] if backward_ms is None else backward_ms
-    weights = [time / 2 for time in backward] if weights_ms is None else weights_ms
+    weights = [time / 2 for time in backward] if weight_grad_ms is None else weight_grad_ms
     _refuse_bad_times("forward_ms", forward, count)
     _refuse_bad_times("backward_ms", backward, count)
-    _refuse_bad_times("weights_ms", weights, count)
+    _refuse_bad_times("weight_grad_ms", weights, count)
     return forward, backward, weights
 
 
@@ -193,12 +194,13 @@ def _zero_bubble(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -
     room = given or [in_flight("zero-bubble", count, stage, chunks) for stage in range(count)]
     shared = [sharing("zero-bubble", count, stage, chunks, held) for stage, held in enumerate(room)]
     inputs = [
-        whole - half for whole, half in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)
+        whole - half
+        for whole, half in zip(pipeline.backward_ms, pipeline.weight_grad_ms, strict=True)
     ]
     times: dict[Phase, Sequence[float]] = {
         "forward": pipeline.forward_ms,
         "backward": inputs,
-        "weights": pipeline.weights_ms,
+        "weights": pipeline.weight_grad_ms,
     }
     # Micro-batches that share memory must be at least this far apart, see Plan.backward_memory.
     put_off = [held // among for held, among in zip(room, shared, strict=True)]

@@ -75,7 +75,7 @@ class Pipeline:
         places: for each stage, the index of its device; a device may have several.
         forward_ms: for each stage.
         backward_ms: for each stage, the whole backward pass.
-        weights_ms: for each stage, the part of ``backward_ms`` for gradients of parameters.
+        weight_grad_ms: for each stage, the part of ``backward_ms`` for gradients of parameters.
         transfers: between stages of different devices; each source precedes its target.
         optimizer_ms: for each stage, its part of the optimizer's step, which follows the last pass
             of its device; empty for none.
@@ -84,7 +84,7 @@ class Pipeline:
     places: tuple[int, ...]
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
-    weights_ms: tuple[float, ...]
+    weight_grad_ms: tuple[float, ...]
     transfers: tuple[Transfer, ...] = ()
     optimizer_ms: tuple[float, ...] = ()
 
@@ -92,7 +92,7 @@ class Pipeline:
         for name in (
             "forward_ms",
             "backward_ms",
-            "weights_ms",
+            "weight_grad_ms",
             *(["optimizer_ms"] if self.optimizer_ms else []),
         ):
             if len(getattr(self, name)) != len(self.places):
@@ -119,7 +119,7 @@ class Pipeline:
         forward_ms: Sequence[float],
         backward_ms: Sequence[float],
         *,
-        weights_ms: Sequence[float] | None = None,
+        weight_grad_ms: Sequence[float] | None = None,
         places: Sequence[int] | None = None,
         transfer_ms: float = 0.0,
         gradient_ms: float = 0.0,
@@ -130,7 +130,7 @@ class Pipeline:
         Args:
             forward_ms: for each stage.
             backward_ms: for each stage, the whole backward pass.
-            weights_ms: for each stage, the weight-gradient pass; half of ``backward_ms`` by
+            weight_grad_ms: for each stage, the weight-gradient pass; half of ``backward_ms`` by
                 default.
             places: the device of each stage; one device per stage by default.
             transfer_ms: from a stage to the next one on another device.
@@ -142,7 +142,7 @@ class Pipeline:
             places,
             tuple(forward_ms),
             tuple(backward_ms),
-            tuple([time / 2 for time in backward_ms] if weights_ms is None else weights_ms),
+            tuple([time / 2 for time in backward_ms] if weight_grad_ms is None else weight_grad_ms),
             tuple(
                 Transfer(stage, stage + 1, transfer_ms, gradient_ms)
                 for stage in range(len(places) - 1)

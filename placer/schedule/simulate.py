@@ -102,12 +102,12 @@ class StepsInARow:
         backward = pipeline.backward_ms
         if plan.split:
             backward = tuple(
-                whole - half for whole, half in zip(backward, pipeline.weights_ms, strict=True)
+                whole - half for whole, half in zip(backward, pipeline.weight_grad_ms, strict=True)
             )
         self._times = {
             "forward": pipeline.forward_ms,
             "backward": backward,
-            "weights": pipeline.weights_ms,
+            "weights": pipeline.weight_grad_ms,
         }
         self._last = "weights" if plan.split else "backward"
         self._optimizer = pipeline.optimizer_by_device()

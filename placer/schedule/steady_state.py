@@ -37,7 +37,7 @@ ROUNDING = 1e-12
 """Relative tolerance for sums in a different order."""
 
 
-def in_a_row_ms(pipeline: Pipeline, plan: Plan) -> float:
+def steady_state_ms(pipeline: Pipeline, plan: Plan) -> float:
     """Return the steady-state time from the end of a step to the end of the next, in ms.
 
     This is exact: the mean over the steps after which the pattern repeats. A step may begin before

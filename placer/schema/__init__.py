@@ -17,7 +17,7 @@ from placer.schema.base import (
     Schedule,
     ScheduleChoice,
     Status,
-    Steps,
+    StepKind,
     Transfers,
 )
 from placer.schema.batch import Batch, BatchAnswer, BatchAnswers
@@ -34,7 +34,7 @@ from placer.schema.options import (
 )
 from placer.schema.placement import (
     DeviceLoad,
-    Help,
+    Improvement,
     Infeasibility,
     Limits,
     MemoryUse,
@@ -43,7 +43,7 @@ from placer.schema.placement import (
     SingleDevice,
     Step,
     StepChoice,
-    Ties,
+    TieBreaks,
 )
 from placer.schema.profile import Edge, Layer, Profile, TiedParameters
 from placer.schema.refinement import Refinement, Round, StageTime
@@ -66,7 +66,7 @@ __all__ = [
     "Evaluation",
     "Fault",
     "FaultKind",
-    "Help",
+    "Improvement",
     "Infeasibility",
     "Layer",
     "Limiting",
@@ -97,11 +97,11 @@ __all__ = [
     "Status",
     "Step",
     "StepChoice",
-    "Steps",
+    "StepKind",
     "SuggestOptions",
     "Summary",
+    "TieBreaks",
     "TiedParameters",
-    "Ties",
     "Timeline",
     "TimelineCopy",
     "TimelinePass",

@@ -61,7 +61,7 @@ Schedule = Literal["fill-drain", "1f1b", "zero-bubble", "interleaved"]
 ScheduleChoice = Literal["auto", Schedule]
 """A schedule, or ``auto``: the best one for the batch, under the objective ``step``."""
 
-Steps = Literal["alone", "in-a-row"]
+StepKind = Literal["isolated", "steady-state"]
 """The step that the objective ``step`` minimises: an isolated step, from idle devices to idle
 devices, or a steady-state step of a training loop. In the latter, a device begins the next step
 when its own part of this one, with its optimizer, is done."""
@@ -74,7 +74,7 @@ it."""
 Replicas = Literal["never", "auto"]
 """Whether stages may be replicated; ``auto``: where this makes the objective smaller."""
 
-Limiting = Literal["memory", "link", "layer", "work"]
+Limiting = Literal["memory", "link", "layer", "compute"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 

@@ -74,9 +74,10 @@ class Link(Wire):
         target: the device that receives.
         bandwidth_bytes_per_s: of an isolated transfer.
         latency_s: of an isolated transfer.
-        both_ways: the rate during an equal transfer in the other direction; None if not measured.
+        bidirectional: the rate during an equal transfer in the other direction; None if not
+            measured.
         computing: the rate while both devices compute.
-        both_ways_computing: the rate under both loads.
+        bidirectional_computing: the rate under both loads.
         route: ``direct``; or ``host``, through the host's memory, if direct copies corrupt bytes.
         fault: the fault of the direct route; empty for none.
     """
@@ -86,9 +87,9 @@ class Link(Wire):
     bandwidth_bytes_per_s: Bandwidth
     latency_s: Seconds = 0.0
     # rates under load, measured between GPUs only
-    both_ways: Rate | None = None
+    bidirectional: Rate | None = None
     computing: Rate | None = None
-    both_ways_computing: Rate | None = None
+    bidirectional_computing: Rate | None = None
     # set if the direct route corrupts data
     route: Literal["direct", "host"] = "direct"
     fault: Annotated[str, StringConstraints(max_length=512)] = ""

@@ -86,7 +86,7 @@ class GraphState(Wire):
         shape: its dimensions.
         dtype: of its elements.
         kind: what it is.
-        trained: whether it requires a gradient in training.
+        requires_grad: whether it requires a gradient in training.
         memory_format: its memory layout.
     """
 
@@ -94,7 +94,7 @@ class GraphState(Wire):
     shape: Shape = ()
     dtype: DType
     kind: Literal["parameter", "buffer", "constant"]
-    trained: bool = False
+    requires_grad: bool = False
     memory_format: MemoryFormat = "contiguous_format"
 
     @model_validator(mode="after")
@@ -251,7 +251,7 @@ class ProfileRequest(Wire):
         repeats: maximum number of timings of each pass.
     """
 
-    schema_version: Literal["1"] = SCHEMA_VERSION
+    schema_version: Literal["2"] = SCHEMA_VERSION
     graph: Graph
     devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
     optimizer: Optimizer | None = "adam"

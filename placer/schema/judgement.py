@@ -32,14 +32,14 @@ class Fault(Wire):
         detail: as text, with the values.
         layers: the layers concerned, or the first of many.
         devices: the devices concerned.
-        short_bytes: the missing bytes of a memory fault.
+        missing_bytes: the missing bytes of a memory fault.
     """
 
     kind: FaultKind
     detail: str
     layers: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    short_bytes: int = 0
+    missing_bytes: int = 0
 
 
 class Evaluation(Wire):

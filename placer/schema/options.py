@@ -25,7 +25,7 @@ from placer.schema.base import (
     Recompute,
     Replicas,
     ScheduleChoice,
-    Steps,
+    StepKind,
     Transfers,
     Wire,
 )
@@ -123,11 +123,11 @@ class SolveOptions(Wire):
     (contiguous placements; otherwise all of them; under objective ``step`` and ``interleaved``, as
     many as the order holds, which depends on the available memory)."""
 
-    steps: Steps | None = None
-    """Which step objective ``step`` makes short; in-a-row by default, and alone in inference.
+    step_kind: StepKind | None = None
+    """Which step objective ``step`` makes short: steady-state by default, isolated in inference.
 
-    ``alone``: a step from idle devices to idle devices. ``in-a-row``: one of many steps; a device
-    begins it as soon as it has finished its own part of the step before."""
+    ``isolated``: a step from idle devices to idle devices. ``steady-state``: one of many steps; a
+    device begins it as soon as it has finished its own part of the step before."""
 
     replicas: Replicas = "never"
     """Whether several devices may hold the same stage and share each batch.

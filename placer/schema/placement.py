@@ -16,7 +16,7 @@ from placer.schema.base import (
     Objective,
     Schedule,
     Status,
-    Steps,
+    StepKind,
     Wire,
 )
 from placer.schema.batch_options import BatchOptions
@@ -102,7 +102,7 @@ class SingleDevice(Wire):
         device: the fastest device that the model fits on; if it fits on none, the fastest device.
         objective_value: the objective on this device, in its unit.
         fits: whether the model fits.
-        short_bytes: the missing bytes if it does not.
+        missing_bytes: the missing bytes if it does not.
         load_ms: under the objective ``devices``, its busy time per micro-batch, to compare with
             ``bottleneck_ms``; None otherwise.
     """
@@ -110,22 +110,22 @@ class SingleDevice(Wire):
     device: Name
     objective_value: Annotated[float, Field(ge=0)]
     fits: bool
-    short_bytes: Bytes = 0
+    missing_bytes: Bytes = 0
     load_ms: Annotated[float, Field(ge=0)] | None = None
 
 
-class Ties(Wire):
+class TieBreaks(Wire):
     """The secondary objectives among placements of equal objective.
 
     Attributes:
         transfer_ms: total time of transfers, at both ends.
-        spread_ms: among placements with equal transfers, the largest minus the smallest compute
+        imbalance_ms: among placements with equal transfers, the largest minus the smallest compute
             time of the devices that hold layers.
         proven: whether no placement transfers less, and none of those is better balanced.
     """
 
     transfer_ms: Annotated[float, Field(ge=0)]
-    spread_ms: Annotated[float, Field(ge=0)]
+    imbalance_ms: Annotated[float, Field(ge=0)]
     proven: bool
 
 
@@ -136,18 +136,18 @@ class Infeasibility(Wire):
         reason: as text, with the values.
         layers: the layers concerned.
         devices: the devices concerned.
-        short_bytes: the missing bytes, if memory is the reason.
+        missing_bytes: the missing bytes, if memory is the reason.
         requirements: a group of requirements, as text, that contradict each other; empty if none
             was found in time.
-        smallest: whether no smaller group exists; False if the time ended before this was proven.
+        minimal: whether no smaller group exists; False if the time ended before this was proven.
     """
 
     reason: str
     layers: tuple[Name, ...] = ()
     devices: tuple[Name, ...] = ()
-    short_bytes: Bytes = 0
+    missing_bytes: Bytes = 0
     requirements: tuple[str, ...] = ()
-    smallest: bool = False
+    minimal: bool = False
 
     @property
     def text(self) -> str:
@@ -158,7 +158,7 @@ class Infeasibility(Wire):
         return f"{self.reason}; cannot hold together: {'; '.join(self.requirements[:6])}{more}"
 
 
-class Help(Wire):
+class Improvement(Wire):
     """A change that improves the placement, found by solving the changed request.
 
     Attributes:
@@ -178,14 +178,14 @@ class Limits(Wire):
     Attributes:
         kind: ``memory`` if the answer is better without memory limits; otherwise the cause of the
             busiest device's load: its ``link`` (transfers, if they exceed computation), one
-            ``layer``, or the ``work`` of several.
-        what: as text, with the values.
-        helps: improvements, largest first; only those solved in time.
+            ``layer``, or the ``compute`` of several.
+        detail: as text, with the values.
+        improvements: changes that would help, largest first; only those solved in time.
     """
 
     kind: Limiting
-    what: str
-    helps: tuple[Help, ...] = ()
+    detail: str
+    improvements: tuple[Improvement, ...] = ()
 
 
 class StepChoice(Wire):
@@ -227,9 +227,9 @@ class Step(Wire):
         reduction_hidden_ms: the part of it during which this device still runs backward passes.
         measured_batch_sizes: the measured micro-batch sizes between which the times of the shares
             of unlike devices are interpolated; empty if every share has a measured size.
-        steps: the minimised step: isolated (``alone``) or steady-state (``in-a-row``).
-        alone_ms: time of an isolated step, from idle devices to idle devices.
-        in_a_row_ms: time of a steady-state step.
+        kind: the minimised step: ``isolated`` or ``steady-state``.
+        isolated_ms: time of an isolated step, from idle devices to idle devices.
+        steady_state_ms: time of a steady-state step.
         in_flight: in training equal to ``Placement.in_flight``; in inference 1 for each stage.
         choices: all choices that were considered.
     """
@@ -241,9 +241,9 @@ class Step(Wire):
     reduction_ms: Milliseconds = 0.0
     reduction_hidden_ms: Milliseconds = 0.0
     measured_batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    steps: Steps = "alone"
-    alone_ms: Annotated[float, Field(ge=0)] | None = None
-    in_a_row_ms: Annotated[float, Field(ge=0)] | None = None
+    kind: StepKind = "isolated"
+    isolated_ms: Annotated[float, Field(ge=0)] | None = None
+    steady_state_ms: Annotated[float, Field(ge=0)] | None = None
     in_flight: tuple[Annotated[int, Field(ge=1)], ...] = ()
     choices: tuple[StepChoice, ...] = ()
 
@@ -272,7 +272,7 @@ class Placement(Wire):
         granularity: of the profile; ``update_flow`` uses it.
         training: whether a training step was placed.
         optimizer: the optimizer whose memory was assumed; None without one.
-        optimizer_step_share: temporaries of its step, in bytes per byte of gradients.
+        optimizer_workspace_ratio: temporaries of its step, in bytes per byte of gradients.
         batch_size: samples in a micro-batch.
         batch_options: of the profile; ``update_flow`` uses them.
         chunks: micro-batches in a batch.
@@ -291,15 +291,15 @@ class Placement(Wire):
         single_device: the best single device.
         speedup: single_device.objective_value / objective_value, for times; None without a
             placement.
-        ties: the secondary objectives, if the request asks for them.
+        tie_breaks: the secondary objectives, if the request asks for them.
         infeasible: why there is no placement.
         limits: the limiting factor, if the request asks to explain.
-        through_host: links (source, target) that corrupt bytes. Their traffic goes through the
-            host's memory when the placement is applied.
+        links_through_host: links (source, target) that corrupt bytes. Their traffic goes through
+            the host's memory when the placement is applied.
         step: further results of the objective ``step``.
     """
 
-    schema_version: Literal["1"] = SCHEMA_VERSION
+    schema_version: Literal["2"] = SCHEMA_VERSION
     id: Annotated[str, StringConstraints(max_length=128)] = ""
     status: Status
     objective: Objective
@@ -316,7 +316,7 @@ class Placement(Wire):
     # the assumptions under which it was solved
     training: bool = False
     optimizer: str | None = None
-    optimizer_step_share: Annotated[float, Field(ge=0)] = 0.0
+    optimizer_workspace_ratio: Annotated[float, Field(ge=0)] = 0.0
     batch_size: int = 1
     batch_options: BatchOptions = BatchOptions()
     chunks: int = 1
@@ -330,10 +330,10 @@ class Placement(Wire):
     single_device: SingleDevice | None = None
     speedup: float | None = None
     # explanations, if requested
-    ties: Ties | None = None
+    tie_breaks: TieBreaks | None = None
     infeasible: Infeasibility | None = None
     limits: Limits | None = None
-    through_host: tuple[tuple[Name, Name], ...] = ()
+    links_through_host: tuple[tuple[Name, Name], ...] = ()
     step: Step | None = None
 
     def to_json(self) -> str:

@@ -41,7 +41,7 @@ class Layer(Wire):
         forward_ms: device time of the forward pass, by device type.
         backward_ms: device time of the backward pass, by device type; empty in an inference
             profile.
-        weights_ms: by device type, the part of ``backward_ms`` for deferrable weight gradients,
+        weight_grad_ms: by device type, the part of ``backward_ms`` for deferrable weight gradients,
             which zero-bubble schedules run later; see ``weight_half_ms``.
         optimizer_ms: time of the optimizer's step on the layer's parameters, once per batch, by
             device type; zeros are omitted.
@@ -60,19 +60,19 @@ class Layer(Wire):
             includes model inputs that wait for a reader, and results so far.
         backward_workspace_bytes: the peak of a backward pass likewise: gradients of the layer's
             reads and writes, and new gradients of parameters until they are accumulated.
-        pass_workspace_bytes: the peak of a recorded backward pass, in which no saved memory is
+        recorded_workspace_bytes: the peak of a recorded backward pass, in which no saved memory is
             freed and products accumulate into gradients directly. 0: not measured separately, or
             within 1 MiB of ``backward_workspace_bytes``, whose value then applies.
         deferred_bytes: memory that the input-gradient pass leaves for the weight-gradient pass,
             beyond saved tensors: gradients of results of linear layers and convolutions. Under
             ``zero-bubble`` a device holds it for every micro-batch in flight.
-        input_workspace_bytes: the peak of the input-gradient pass beyond saved tensors, including
-            ``deferred_bytes`` but not deferred gradients of parameters. 0: not measured separately,
-            or within 1 MiB of ``backward_workspace_bytes``, whose value then applies.
-        weights_workspace_bytes: the peak of the weight-gradient pass beyond its deferred memory:
-            two operations of the largest kind, because two run concurrently; all micro-batches
-            share it. Omitted below 1 MiB. In training on a GPU, each workspace includes 8 MiB for
-            partly filled allocator segments.
+        input_grad_workspace_bytes: the peak of the input-gradient pass beyond saved tensors,
+            including ``deferred_bytes`` but not deferred gradients of parameters. 0: not measured
+            separately, or within 1 MiB of ``backward_workspace_bytes``, whose value then applies.
+        weight_grad_workspace_bytes: the peak of the weight-gradient pass beyond its deferred
+            memory: two operations of the largest kind, because two run concurrently; all
+            micro-batches share it. Omitted below 1 MiB. In training on a GPU, each workspace
+            includes 8 MiB for partly filled allocator segments.
     """
 
     name: Name
@@ -81,7 +81,7 @@ class Layer(Wire):
     forward_ms: TimesMs
     # A default of ``{}`` would be copied for each layer, which doubles the time to read a profile.
     backward_ms: TimesMs = Field(default_factory=dict)
-    weights_ms: TimesMs = Field(default_factory=dict)
+    weight_grad_ms: TimesMs = Field(default_factory=dict)
     optimizer_ms: TimesMs = Field(default_factory=dict)
     spread: Shares = Field(default_factory=dict)
     host_ms: TimesMs = Field(default_factory=dict)
@@ -94,10 +94,10 @@ class Layer(Wire):
     saved_bytes: Bytes = 0
     forward_workspace_bytes: Bytes = 0
     backward_workspace_bytes: Bytes = 0
-    pass_workspace_bytes: Bytes = 0
+    recorded_workspace_bytes: Bytes = 0
     deferred_bytes: Bytes = 0
-    input_workspace_bytes: Bytes = 0
-    weights_workspace_bytes: Bytes = 0
+    input_grad_workspace_bytes: Bytes = 0
+    weight_grad_workspace_bytes: Bytes = 0
 
     def both_ms(self, kind: str) -> float:
         """Return forward plus backward time on a device type, in ms; 0 if not measured there."""
@@ -110,7 +110,7 @@ class Layer(Wire):
         a layer with gradients of parameters, and 0 otherwise.
         """
         whole = self.backward_ms.get(kind, 0.0)
-        return min(whole, self.weights_ms.get(kind, whole / 2 if self.grad_bytes else 0.0))
+        return min(whole, self.weight_grad_ms.get(kind, whole / 2 if self.grad_bytes else 0.0))
 
 
 class Edge(Wire):
@@ -122,12 +122,13 @@ class Edge(Wire):
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient, sent back from each reading device in training.
         saved_by: the layers, among source and targets, that save the value for their backward pass.
-        rest_bytes: the gradient from the last target may be a slice of a larger storage, as after a
-            concatenation. While it waits for the gradient of the second-to-last target, the whole
-            storage stays alive. These are the additional bytes, without parts that are other
+        retained_bytes: the gradient from the last target may be a slice of a larger storage, as
+            after a concatenation. While it waits for the gradient of the second-to-last target, the
+            whole storage stays alive. These are the additional bytes, without parts that are other
             waiting gradients.
-        rest_until: the layer whose backward pass is the last to use that rest; the rest counts from
-            there on, but not before the last target has run backward. Empty for the last target.
+        retained_until: the layer whose backward pass is the last to use that rest; the rest counts
+            from there on, but not before the last target has run backward. Empty for the last
+            target.
         deferred: whether the source's weight-gradient pass needs this gradient, which is then part
             of ``Layer.deferred_bytes`` (a result of a linear layer or convolution). If it arrives
             from the device of its only target, it needs no further buffer. Omitted below 1 MiB and
@@ -139,8 +140,8 @@ class Edge(Wire):
     bytes: Bytes
     gradient_bytes: Bytes = 0
     saved_by: Annotated[tuple[Name, ...], FIRST] = ()
-    rest_bytes: Bytes = 0
-    rest_until: str = ""
+    retained_bytes: Bytes = 0
+    retained_until: str = ""
     deferred: bool = False
 
 
@@ -177,8 +178,8 @@ class Profile(Wire):
         graph_hash: equal for equal graphs, shapes and types.
         training: whether backward times and training memory were measured.
         optimizer: the optimizer whose state was measured, in training.
-        optimizer_step_share: temporaries of the optimizer's step, in bytes per byte of a device's
-            gradients: on GPUs, torch steps all parameters of a device together. Under
+        optimizer_workspace_ratio: temporaries of the optimizer's step, in bytes per byte of a
+            device's gradients: on GPUs, torch steps all parameters of a device together. Under
             ``zero-bubble``, passes keep their memory, so this adds to it; otherwise the step reuses
             the passes' memory.
         with_loss: whether the loss is included in the times and memory of the layer that makes the
@@ -199,12 +200,12 @@ class Profile(Wire):
         versions: of python, torch and placer.
     """
 
-    schema_version: Literal["1"] = SCHEMA_VERSION
+    schema_version: Literal["2"] = SCHEMA_VERSION
     model: Annotated[str, StringConstraints(max_length=512)] = ""
     graph_hash: Annotated[str, StringConstraints(max_length=128)] = ""
     training: bool = False
     optimizer: Annotated[str, StringConstraints(max_length=128)] | None = None
-    optimizer_step_share: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    optimizer_workspace_ratio: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     with_loss: bool = False
     batch_size: Annotated[int, Field(ge=1, le=2**31)] = 1
     batch_options: BatchOptions = BatchOptions()
@@ -309,13 +310,16 @@ class Profile(Wire):
                 raise ValueError(
                     f"{label}: saved_by names {keeper!r}, which neither makes nor reads the value"
                 )
-        refuse_unknown(f"{label}: rest_until", [edge.rest_until] if edge.rest_until else [], place)
+        refuse_unknown(
+            f"{label}: retained_until", [edge.retained_until] if edge.retained_until else [], place
+        )
         if len(set(edge.targets)) < 2:
             raise ValueError(
-                f"{label}: rest_bytes is for values that two layers read or more; leave it out"
+                f"{label}: retained_bytes is for values that two layers read or more; leave it out"
             )
         raise ValueError(
-            f"{label}: rest_until names {edge.rest_until!r}, which does not run after the last "
+            f"{label}: retained_until names {edge.retained_until!r}, which does not run after "
+            "the last "
             "target but one and no later than the last target; name a layer that does, or leave it "
             "out"
         )
@@ -353,13 +357,15 @@ def _runs_well(edge: Edge, place: dict[str, int]) -> bool:
         for keeper in keepers:
             if keeper not in targets and keeper != source:
                 return False
-    return not (edge.rest_bytes or edge.rest_until) or _rest_runs_well(edge, place)
+    return not (edge.retained_bytes or edge.retained_until) or _rest_runs_well(edge, place)
 
 
 def _rest_runs_well(edge: Edge, place: dict[str, int]) -> bool:
-    """Return whether ``rest_until`` is consistent with the targets."""
+    """Return whether ``retained_until`` is consistent with the targets."""
     *_, before, last = -1, *sorted({place[target] for target in edge.targets})
-    return before >= 0 and (not edge.rest_until or before < place.get(edge.rest_until, -1) <= last)
+    return before >= 0 and (
+        not edge.retained_until or before < place.get(edge.retained_until, -1) <= last
+    )
 
 
 def _path(successors: dict[str, list[str]], start: str, goal: str) -> list[str]:

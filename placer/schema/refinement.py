@@ -11,7 +11,7 @@ from placer.schema.base import SCHEMA_VERSION, Milliseconds, Name, Wire
 from placer.schema.placement import Placement
 from placer.schema.profile import Profile
 
-Ended = Literal["settled", "repeated", "rounds"]
+StopReason = Literal["converged", "repeated", "max-rounds"]
 
 
 class StageTime(Wire):
@@ -24,8 +24,8 @@ class StageTime(Wire):
         predicted_backward_ms: by the profile of the round, the whole backward pass.
         forward_ms: measured; the last stage includes the loss.
         backward_ms: measured, the whole backward pass; the last stage includes the loss.
-        weights_ms: the part of ``backward_ms`` for gradients of parameters; None if not measured
-            separately.
+        weight_grad_ms: the part of ``backward_ms`` for gradients of parameters; None if not
+            measured separately.
         loss_forward_ms: the part of ``forward_ms`` for the loss.
         loss_backward_ms: the part of ``backward_ms`` for the loss.
         compiled: the gain of ``torch.compile``; empty if the stage was not compiled.
@@ -39,7 +39,7 @@ class StageTime(Wire):
     predicted_backward_ms: Milliseconds = 0.0
     forward_ms: Milliseconds
     backward_ms: Milliseconds = 0.0
-    weights_ms: Milliseconds | None = None
+    weight_grad_ms: Milliseconds | None = None
     loss_forward_ms: Milliseconds = 0.0
     loss_backward_ms: Milliseconds = 0.0
     compiled: str = ""
@@ -79,15 +79,16 @@ class Refinement(Wire):
         placement: the best measured placement, with measured loads and objective.
         profile: the profile, corrected by the last measurements.
         rounds: one for each measured placement.
-        ended: ``settled``: solving again moves no layer or gains too little; ``repeated``: it
-            returns to a measured placement; ``rounds``: the maximum number of rounds was reached.
+        stop_reason: ``converged``: solving again moves no layer or gains too little; ``repeated``:
+            it returns to a measured placement; ``max-rounds``: the maximum number of rounds was
+            reached.
     """
 
-    schema_version: Literal["1"] = SCHEMA_VERSION
+    schema_version: Literal["2"] = SCHEMA_VERSION
     placement: Placement
     profile: Profile
     rounds: Annotated[tuple[Round, ...], Field(min_length=1)]
-    ended: Ended
+    stop_reason: StopReason
 
     def to_json(self) -> str:
         """Return the refinement as readable JSON."""

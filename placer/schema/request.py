@@ -12,7 +12,7 @@ from placer.schema.base import (
     FIRST,
     SCHEMA_VERSION,
     ScheduleChoice,
-    Steps,
+    StepKind,
     Wire,
     refuse_duplicates,
     refuse_unknown,
@@ -31,7 +31,7 @@ class Question(Wire):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    schema_version: Literal["1"] = SCHEMA_VERSION
+    schema_version: Literal["2"] = SCHEMA_VERSION
 
     profile: Profile
     """The measurements of the layers."""
@@ -55,11 +55,11 @@ class PlacementRequest(SolveOptions, Question):
     In training it decides how many micro-batches are in flight at a stage, see ``SolveOptions``.
     Only objective ``step`` accepts ``auto``."""
 
-    steps: Steps = "alone"
+    step_kind: StepKind = "isolated"
     """Which step objective ``step`` makes short.
 
-    ``alone``: a step from idle devices to idle devices. ``in-a-row``: one of many steps; a device
-    begins it as soon as it has finished its own part of the step before."""
+    ``isolated``: a step from idle devices to idle devices. ``steady-state``: one of many steps; a
+    device begins it as soon as it has finished its own part of the step before."""
 
     @classmethod
     def from_options(
@@ -82,7 +82,9 @@ class PlacementRequest(SolveOptions, Question):
         is_training = profile.training if options.training is None else options.training
         asked["schedule"] = options.schedule or ("auto" if is_step else "1f1b")
         # A training loop runs steps one after another; a single inference batch may come alone.
-        asked["steps"] = options.steps or ("in-a-row" if is_step and is_training else "alone")
+        asked["step_kind"] = options.step_kind or (
+            "steady-state" if is_step and is_training else "isolated"
+        )
         return cls(profile=profile, profiles=tuple(profiles[:-1]), cluster=cluster, **asked)
 
     @model_validator(mode="after")
@@ -139,7 +141,7 @@ class PlacementRequest(SolveOptions, Question):
                 "batch_size": self.batch_size,
                 "schedule": self.schedule == "auto",
             }
-            for name, given in {**only, "steps": self.steps != "alone"}.items():
+            for name, given in {**only, "step_kind": self.step_kind != "isolated"}.items():
                 if given:
                     raise ValueError(
                         f"{name}: only objective 'step' chooses it; the objective is "

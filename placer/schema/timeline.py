@@ -82,7 +82,7 @@ class Timeline(Wire):
         chunks: micro-batches in a batch.
         shown_chunks: micro-batches in the simulated batch; fewer if all are too many to show.
         step_ms: from the start of the first pass to the end of the last optimizer step. Under the
-            objective ``step``, it equals the placement's ``step.alone_ms`` unless fewer
+            objective ``step``, it equals the placement's ``step.isolated_ms`` unless fewer
             micro-batches are shown.
         single_device_ms: time of the shown micro-batches and the optimizer step on the best single
             device; None if the placement names no such device.
@@ -92,7 +92,7 @@ class Timeline(Wire):
         copies: ordered by start.
     """
 
-    schema_version: Literal["1"] = SCHEMA_VERSION
+    schema_version: Literal["2"] = SCHEMA_VERSION
     id: str = ""
     schedule: Schedule
     training: bool

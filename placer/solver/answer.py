@@ -125,7 +125,7 @@ def single_device(problem: Problem) -> SingleDevice:
         device=problem.devices[index].name,
         objective_value=1.0 if by_load else value,
         fits=not misfit,
-        short_bytes=short,
+        missing_bytes=short,
         load_ms=value if by_load else None,
     )
 
@@ -141,13 +141,13 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
         "granularity": profile.granularity,
         "training": problem.training,
         "optimizer": profile.optimizer if problem.training else None,
-        "optimizer_step_share": profile.optimizer_step_share if problem.training else 0.0,
+        "optimizer_workspace_ratio": profile.optimizer_workspace_ratio if problem.training else 0.0,
         "batch_size": profile.batch_size,
         "batch_options": profile.batch_options,
         "chunks": request.chunks,
         "schedule": request.schedule,
         "contiguous": problem.one_stage_each,
-        "through_host": tuple(
+        "links_through_host": tuple(
             (link.source, link.target) for link in request.placed_on.links if link.route == "host"
         ),
     }

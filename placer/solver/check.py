@@ -552,12 +552,13 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
     require(not by_load or single.objective_value == 1, "single_device: one device is one")
     require(
         any(
-            (s, d) == (single.short_bytes, single.device) and close(v, best) for s, v, d in fitting
+            (s, d) == (single.missing_bytes, single.device) and close(v, best)
+            for s, v, d in fitting
         ),
-        f"single_device {single.device!r} with {single.short_bytes} bytes short "
+        f"single_device {single.device!r} with {single.missing_bytes} bytes short "
         f"is not the best of {choices}",
     )
-    equal("single_device.fits", single.fits, single.short_bytes == 0)
+    equal("single_device.fits", single.fits, single.missing_bytes == 0)
     if value and request.objective not in ("memory", "devices"):
         near("speedup", placement.speedup if placement.speedup is not None else inf, best / value)
 
@@ -599,14 +600,14 @@ def _alone(
 
 
 def _check_ties(request: PlacementRequest, placement: Placement) -> None:
-    equal("whether ties are broken", placement.ties is not None, request.break_ties)
-    if placement.ties is not None:
+    equal("whether ties are broken", placement.tie_breaks is not None, request.break_ties)
+    if placement.tie_breaks is not None:
         transfers = sum(load.send_ms + load.receive_ms for load in placement.devices)
-        near("ties.transfer_ms", placement.ties.transfer_ms, transfers, absolute=1e-12)
+        near("tie_breaks.transfer_ms", placement.tie_breaks.transfer_ms, transfers, absolute=1e-12)
         computes = [load.compute_ms for load in placement.devices if load.layers]
         near(
-            "ties.spread_ms",
-            placement.ties.spread_ms,
+            "tie_breaks.imbalance_ms",
+            placement.tie_breaks.imbalance_ms,
             max(computes) - min(computes),
             absolute=1e-9 * max(computes),
         )
@@ -614,7 +615,7 @@ def _check_ties(request: PlacementRequest, placement: Placement) -> None:
 
 def _check_limits(request: PlacementRequest, placement: Placement) -> None:
     require(request.explain or placement.limits is None, "limits are given, but were not asked for")
-    for help in placement.limits.helps if placement.limits else ():
+    for help in placement.limits.improvements if placement.limits else ():
         near(
             f"speedup of {help.change}",
             help.speedup * help.objective_value,

@@ -45,9 +45,9 @@ and g that go between them, on lanes of their own, parallel to computations; plu
 longest time that a device takes for its layers' optimizer_ms. Stages are the devices in pipeline
 order, or, where placements need not be contiguous, segments: maximal runs of layers on one device
 in the profile's order. Objective ``step``: that; for steady-state steps
-``placer.schedule.in_a_row_ms``, where each device has its optimizer behind its last pass. Of the
-orders of segments under ``interleaved`` it is the shortest for whose micro-batches in flight every
-device has memory.
+``placer.schedule.steady_state_ms``, where each device has its optimizer behind its last pass. Of
+the orders of segments under ``interleaved`` it is the shortest for whose micro-batches in flight
+every device has memory.
 
 **Replicas**: ``replicas/replication.py`` and ``replicas/gradient_exchange.py`` say what several
 pipelines add that share each batch.

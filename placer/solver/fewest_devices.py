@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import ceil
 from time import monotonic
 
-from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
+from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
 from placer.solver import answer, costs, ties
 from placer.solver.cpsat.runner import Limits, Meter
 from placer.solver.problem import ROUNDING, Problem
@@ -88,13 +88,13 @@ class FewestSearch:
 
     def _found(self, best: list[int], bound: float) -> Placement:
         """Return the best, or one on as few devices that transfers less or is better balanced."""
-        broken: Ties | None = None
+        broken: TieBreaks | None = None
         if self._request.break_ties:
             best, broken = self._ties_broken(best)
         placement = answer.found(self._problem, best, bound, METHOD, self._time_s())
-        return placement.model_copy(update={"ties": broken})
+        return placement.model_copy(update={"tie_breaks": broken})
 
-    def _ties_broken(self, best: list[int]) -> tuple[list[int], Ties]:
+    def _ties_broken(self, best: list[int]) -> tuple[list[int], TieBreaks]:
         few = self._within(len(set(best)))
         kept = [best]
 

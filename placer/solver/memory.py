@@ -22,8 +22,8 @@ keep, and the gradients of both. So only what waits for another layer counts in 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
                 + (in_flight(d) - 1) * kept(d)
                 + max(step(d), max over t on d of max(F(d, t), B(d, t)))
-    step(d)   = sum of optimizer_step_share * gradients(l) over l on d: the optimizer's temporary
-                memory, when no pass runs
+    step(d)   = sum of optimizer_workspace_ratio * gradients(l) over l on d: the optimizer's
+                temporary memory, when no pass runs
     kept(d)   = sum of saved(l) over l on d  +  sum of bytes(v) kept on d
     kept(d,t) = sum of saved(l) over l <= t on d  +  sum of bytes(v) over v with a keeper <= t on d
     F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later
@@ -32,10 +32,10 @@ keep, and the gradients of both. So only what waits for another layer counts in 
                 v made on d before t and read after t, on any device: the gradient came, its source
                 has yet to run; or v made elsewhere, read on d at t or before and after t: it is
                 summed up here before it is sent
-                + sum of rest_bytes(v) over v with its last reader on d, and its source or another
-                reader, too, where the reader before the last is at t or before, and rest_until(v)
-                after t: the last reader returns a slice of a storage that is held as long as
-                any part of it waits
+                + sum of retained_bytes(v) over v with its last reader on d, and its source or
+                another reader, too, where the reader before the last is at t or before, and
+                retained_until(v) after t: the last reader returns a slice of a storage that is held
+                as long as any part of it waits
                 + sum of gradient_bytes of tied parameters on d, where the first layer that has them
                 is t or before, and the last one is after t
 
@@ -59,7 +59,7 @@ the next micro-batch comes. Then::
     O(d,t)      = F(d, t) without values that are made elsewhere, and with those made on d before
                   t, read elsewhere and kept by nobody on d: they wait on until the pass is over,
                   which is a step t of its own
-    P(d,t)      = pass_workspace(t)
+    P(d,t)      = recorded_workspace(t)
                   + sum of gradient_bytes(v) over v made before t and read on d after t: it waits,
                     or is to be sent
     crossing(d) = sum of bytes(v) over v made elsewhere and read on d
@@ -75,11 +75,11 @@ nothing, share one::
     use(d)       = params(d) + gradients(d) + optimizer(d) + buffers(d)
                    + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d))
                    + backwards(d) * max(deferred(d), max over t of P(d, t))
-                   + max of weights_workspace(l) over l on d + step(d)
+                   + max of weight_grad_workspace(l) over l on d + step(d)
     backwards(d) = ceil(in_flight(d) / shared(d))
     shared(d)    = floor(in_flight(d) / (in_flight(d) - min(chunks, stages - stage(d)) + 1))
                    1 if not contiguous
-    P(d,t)       = input_workspace(t) + sum of deferred(l) over l > t on d + gradients as above
+    P(d,t)       = input_grad_workspace(t) + sum of deferred(l) over l > t on d + gradients as above
     crossing(d)  = as above, without gradients of values with one reader that deferred(l) has:
                    they wait where they come
     landing(d)   = as above, with those gradients, if in_flight(d) > backwards(d)
@@ -450,11 +450,11 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
         elif readers:
             between(gradients, readers[0], readers[-1], value.gradient_bytes)
         if (
-            value.rest_bytes
+            value.retained_bytes
             and value.readers[-1] in here
             and len(here.intersection((value.source, *readers))) > 1
         ):
-            between(gradients, value.rest_from, value.rest_until, value.rest_bytes)
+            between(gradients, value.retained_from, value.retained_until, value.retained_bytes)
     return values, gradients
 
 
@@ -480,7 +480,7 @@ def recorded(problem: Problem, held: Held) -> Recorded:
     if not problem.weights_apart:
         return Recorded(each, backwards + step, 0, landing_bytes(held))
     deferred = sum(problem.deferred_bytes[layer] for layer in held.layers)
-    shared = max((problem.weights_workspace_bytes[layer] for layer in held.layers), default=0)
+    shared = max((problem.weight_grad_workspace_bytes[layer] for layer in held.layers), default=0)
     return Recorded(each, shared + step, deferred + backwards, landing_bytes(held))
 
 

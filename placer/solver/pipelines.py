@@ -31,15 +31,19 @@ def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
         pipeline: its stages.
         plan: the order of their passes.
     """
-    return schedule.in_a_row_ms(pipeline, plan) if in_a_row(problem) else alone_ms(pipeline, plan)
+    return (
+        schedule.steady_state_ms(pipeline, plan)
+        if is_steady_state(problem)
+        else isolated_ms(pipeline, plan)
+    )
 
 
-def in_a_row(problem: Problem) -> bool:
+def is_steady_state(problem: Problem) -> bool:
     """Return whether a step is asked for that follows another."""
-    return problem.request.steps == "in-a-row"
+    return problem.request.step_kind == "steady-state"
 
 
-def alone_ms(pipeline: Pipeline, plan: Plan) -> float:
+def isolated_ms(pipeline: Pipeline, plan: Plan) -> float:
     """Return the time in ms of a step between idle devices, with the longest optimizer."""
     return schedule.step_ms(pipeline, plan) + max(
         pipeline.optimizer_by_device().values(), default=0.0
@@ -60,7 +64,7 @@ def pipeline_of(
         forward[stage] += problem.forward_ms[layer][device]
         backward[stage] += problem.backward_ms[layer][device]
         backward[stage] += problem.again_ms(layer, device) if device in again else 0.0
-        weights[stage] += weights_ms(problem, layer, device)
+        weights[stage] += weight_grad_ms(problem, layer, device)
         optimizer[stage] += optimizer_ms(problem, layer, device)
     transfers = _transfers(problem, stage_of, places)
     return Pipeline(
@@ -90,7 +94,7 @@ def plan_of(
     if schedule_name in ("fill-drain", "1f1b") or not problem.training:
         return _fixed_plan(schedule_name, pipeline.places, chunks, problem.training)
     if has_room is not None and len(set(pipeline.places)) < len(pipeline.places):
-        for plan in _shortest_first(pipeline, chunks, in_a_row(problem)):
+        for plan in _shortest_first(pipeline, chunks, is_steady_state(problem)):
             if has_room(plan.in_flight):
                 return plan
     return _plan_by_times(schedule_name, pipeline, chunks, None if room is None else tuple(room))
@@ -98,7 +102,7 @@ def plan_of(
 
 @lru_cache(maxsize=16)
 def _shortest_first(pipeline: Pipeline, chunks: int, repeated: bool) -> list[Plan]:
-    time_ms = schedule.in_a_row_ms if repeated else schedule.step_ms
+    time_ms = schedule.steady_state_ms if repeated else schedule.step_ms
     return sorted(schedule.roomy_plans(pipeline, chunks), key=partial(time_ms, pipeline))
 
 
@@ -112,7 +116,7 @@ def _plan_by_times(
         chunks,
         forward_ms=pipeline.forward_ms,
         backward_ms=pipeline.backward_ms,
-        weights_ms=pipeline.weights_ms,
+        weight_grad_ms=pipeline.weight_grad_ms,
         transfers=pipeline.transfers,
         room=room,
     )
@@ -137,7 +141,7 @@ def staged(
     return stage_of, tuple(device for device, _ in runs)
 
 
-def weights_ms(problem: Problem, layer: int, device: int) -> float:
+def weight_grad_ms(problem: Problem, layer: int, device: int) -> float:
     """Return the part of a layer's backward pass that can be done later.
 
     See ``Layer.weight_half_ms``.

@@ -39,10 +39,10 @@ class Value:
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient; 0 in inference.
         keepers: the layers that keep it for their backward pass; none in inference.
-        rest_bytes: memory in addition to the last reader's gradient, held until the reader
+        retained_bytes: memory in addition to the last reader's gradient, held until the reader
             before it has run; for tied parameters, their gradient.
-        rest_from: the layer until which, backwards, the rest waits.
-        rest_until: the layer from which on, backwards, the rest waits.
+        retained_from: the layer until which, backwards, the rest waits.
+        retained_until: the layer from which on, backwards, the rest waits.
         arriving_bytes: the part of its gradient that is stored outside passes where it comes from
             another device: none where its source's weight-gradient pass keeps it anyway.
         ordered: whether its source must be at its readers' stage or before, if contiguous.
@@ -55,9 +55,9 @@ class Value:
     bytes: int
     gradient_bytes: int
     keepers: tuple[int, ...]
-    rest_bytes: int = 0
-    rest_from: int = 0
-    rest_until: int = 0
+    retained_bytes: int = 0
+    retained_from: int = 0
+    retained_until: int = 0
     arriving_bytes: int = 0
     ordered: bool = True
     unbound: frozenset[int] = frozenset()
@@ -85,7 +85,7 @@ class Value:
     @property
     def waiting_bytes(self) -> int:
         """The most bytes of its gradient that wait, with what waits in addition."""
-        return self.gradient_bytes + self.rest_bytes
+        return self.gradient_bytes + self.retained_bytes
 
 
 @dataclass(frozen=True)
@@ -287,22 +287,22 @@ class Problem:
         It is 0 in inference.
         """
         if self.weights_apart:
-            return tuple(map(input_workspace_bytes, self.layers))
+            return tuple(map(input_grad_workspace_bytes, self.layers))
         if not self.training:
             return (0,) * len(self.layers)
-        return tuple(pass_workspace_bytes(layer) for layer in self.layers)
+        return tuple(recorded_workspace_bytes(layer) for layer in self.layers)
 
     @cached_property
-    def weights_workspace_bytes(self) -> tuple[int, ...]:
+    def weight_grad_workspace_bytes(self) -> tuple[int, ...]:
         """The workspace of a layer's separate weight-gradient pass, shared by all micro-batches."""
         return tuple(
-            layer.weights_workspace_bytes if self.weights_apart else 0 for layer in self.layers
+            layer.weight_grad_workspace_bytes if self.weights_apart else 0 for layer in self.layers
         )
 
     @cached_property
     def step_bytes(self) -> tuple[int, ...]:
         """The temporary bytes of the optimizer's step for a layer, by layer; 0 in inference."""
-        share = self.request.profile.optimizer_step_share if self.training else 0.0
+        share = self.request.profile.optimizer_workspace_ratio if self.training else 0.0
         return tuple(int(share * layer.grad_bytes) for layer in self.layers)
 
     @property
@@ -390,21 +390,21 @@ class Problem:
         return classes
 
 
-def input_workspace_bytes(layer: Layer) -> int:
+def input_grad_workspace_bytes(layer: Layer) -> int:
     """Return the workspace of a layer's input-gradient half, or of all if not measured apart."""
-    return layer.input_workspace_bytes or layer.backward_workspace_bytes
+    return layer.input_grad_workspace_bytes or layer.backward_workspace_bytes
 
 
-def pass_workspace_bytes(layer: Layer) -> int:
+def recorded_workspace_bytes(layer: Layer) -> int:
     """Return the workspace of a layer's recorded backward pass, or an eager one if unmeasured."""
-    return layer.pass_workspace_bytes or layer.backward_workspace_bytes
+    return layer.recorded_workspace_bytes or layer.backward_workspace_bytes
 
 
 def _value(request: PlacementRequest, edge: Edge, place: dict[str, int]) -> Value:
     ends = place[edge.source], *sorted({place[target] for target in edge.targets})
-    rest_until = place[edge.rest_until] if edge.rest_until else ends[-1]
+    retained_until = place[edge.retained_until] if edge.retained_until else ends[-1]
     if not request.is_training:
-        return Value(ends[0], ends[1:], edge.bytes, 0, (), 0, ends[-2], rest_until)
+        return Value(ends[0], ends[1:], edge.bytes, 0, (), 0, ends[-2], retained_until)
     apart = request.schedule == "zero-bubble"
     kept_anyhow = apart and edge.deferred and len(ends) == 2
     return Value(
@@ -413,9 +413,9 @@ def _value(request: PlacementRequest, edge: Edge, place: dict[str, int]) -> Valu
         bytes=edge.bytes,
         gradient_bytes=edge.gradient_bytes,
         keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by})),
-        rest_bytes=edge.rest_bytes,
-        rest_from=ends[-2],
-        rest_until=rest_until,
+        retained_bytes=edge.retained_bytes,
+        retained_from=ends[-2],
+        retained_until=retained_until,
         arriving_bytes=0 if kept_anyhow else edge.gradient_bytes,
     )
 
@@ -533,13 +533,13 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
         + layer.optimizer_bytes
         + layer.buffer_bytes
         + (layer.saved_bytes + layer.deferred_bytes) * chunks
-        + (layer.forward_workspace_bytes + input_workspace_bytes(layer)) * chunks
-        + pass_workspace_bytes(layer)
-        + layer.weights_workspace_bytes
+        + (layer.forward_workspace_bytes + input_grad_workspace_bytes(layer)) * chunks
+        + recorded_workspace_bytes(layer)
+        + layer.weight_grad_workspace_bytes
         for layer in request.profile.layers
     )
     total += int(
-        request.profile.optimizer_step_share
+        request.profile.optimizer_workspace_ratio
         * sum(layer.grad_bytes for layer in request.profile.layers)
     )
     if total > LARGEST_BYTES:

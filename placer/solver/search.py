@@ -184,6 +184,6 @@ def incumbent(
 
     def placement() -> Placement:
         found = answer.found(problem, devices, bound, method, time_s)
-        return found.model_copy(update={"ties": ties.unbroken(problem, devices)})
+        return found.model_copy(update={"tie_breaks": ties.unbroken(problem, devices)})
 
     return Incumbent(value, min(bound, value), time_s, placement)

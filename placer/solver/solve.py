@@ -27,7 +27,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from placer.errors import InputError, kind_of
-from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
+from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
 from placer.solver import answer, ties
 from placer.solver.bounds import simple_bounds
 from placer.solver.chain import initial_placements, optimal_cuts, refined_cuts
@@ -260,7 +260,7 @@ class Portfolio(Search):
             return self._nothing(reason, "integer program")
         broken = self._break_ties() if self.request.break_ties else None
         found = answer.found(self.problem, self.best, self.bound, self.method, self._time_s())
-        return found.model_copy(update={"ties": broken}) if broken is not None else found
+        return found.model_copy(update={"tie_breaks": broken}) if broken is not None else found
 
     def _start(self) -> None:
         """Offer the only possible placement, or cuts of a linear order with their bounds."""
@@ -411,7 +411,7 @@ class Portfolio(Search):
         self.prove(min(search.bound, self.value))
         self.offer(search.best, search.method)
 
-    def _break_ties(self) -> Ties:
+    def _break_ties(self) -> TieBreaks:
         """Look for a placement as good that transfers less, or is better balanced."""
         assert self.best is not None
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import floor, isclose
 
-from placer.schema import Ties
+from placer.schema import TieBreaks
 from placer.solver import costs
 from placer.solver.answer import PROVEN_GAP
 from placer.solver.cpsat.model import PlacementModel, worth_building
@@ -49,7 +49,7 @@ def broken(
     limits: Callable[[float], Limits],
     offer: Callable[[list[int] | None], list[int]],
     most: float | None = None,
-) -> Ties:
+) -> TieBreaks:
     """Search for the smallest rank among placements that are as good as the best.
 
     Args:
@@ -84,15 +84,15 @@ def broken(
     return ties_of(_costs(problem, best), proven=transfer_proven and spread_proven and known)
 
 
-def unbroken(problem: Problem, devices: list[int]) -> Ties | None:
+def unbroken(problem: Problem, devices: list[int]) -> TieBreaks | None:
     """Return the rank of a reported placement before ties are broken, or None if not required."""
     return ties_of(_costs(problem, devices), proven=False) if problem.request.break_ties else None
 
 
-def ties_of(found: costs.Costs, proven: bool) -> Ties:
+def ties_of(found: costs.Costs, proven: bool) -> TieBreaks:
     """Return the reported rank of a placement."""
-    transfer_ms, spread_ms = rank(found)
-    return Ties(transfer_ms=transfer_ms, spread_ms=spread_ms, proven=proven)
+    transfer_ms, imbalance_ms = rank(found)
+    return TieBreaks(transfer_ms=transfer_ms, imbalance_ms=imbalance_ms, proven=proven)
 
 
 def _least(

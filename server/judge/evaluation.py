@@ -377,14 +377,14 @@ def _fault(
     layers: Sequence[str],
     devices: Sequence[str],
     detail: str,
-    short_bytes: int = 0,
+    missing_bytes: int = 0,
 ) -> Fault:
     return Fault(
         kind=kind,
         detail=detail,
         layers=tuple(layers[:MAX_NAMED]),
         devices=tuple(devices),
-        short_bytes=short_bytes,
+        missing_bytes=missing_bytes,
     )
 
 

@@ -48,7 +48,7 @@ def _cluster(memory_gib: int) -> dict[str, Any]:
 def _request(memory_gib: int, **more: Any) -> dict[str, Any]:
     names = ["embed", "block.0", "block.1", "head"]
     profile = {
-        "schema_version": "1",
+        "schema_version": "2",
         "model": "Example",
         "training": True,
         "optimizer": "adam",
@@ -62,7 +62,7 @@ def _request(memory_gib: int, **more: Any) -> dict[str, Any]:
         "edges": [_edge(source, target) for source, target in pairwise(names)],
     }
     return {
-        "schema_version": "1",
+        "schema_version": "2",
         "profile": profile,
         "cluster": _cluster(memory_gib),
         "time_limit_s": 10,
@@ -152,7 +152,7 @@ def graphs() -> dict[str, dict[str, Any]]:
         "shape": [16, 16],
         "dtype": "float32",
         "kind": "parameter",
-        "trained": True,
+        "requires_grad": True,
     }
     graph = {
         "model": "Example",
@@ -167,7 +167,7 @@ def graphs() -> dict[str, dict[str, Any]]:
     return {
         "one layer": {
             "summary": "A linear layer of 16 features, measured on one device",
-            "value": {"schema_version": "1", "graph": graph, "devices": 1, "repeats": 2},
+            "value": {"schema_version": "2", "graph": graph, "devices": 1, "repeats": 2},
         }
     }
 

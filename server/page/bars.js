@@ -70,7 +70,7 @@ function legend() {
 
 /** Return a sentence that says what limits the placement. */
 export function whatLimits(placement) {
-  if (placement.limits) return `Limited by ${placement.limits.what}.`;
+  if (placement.limits) return `Limited by ${placement.limits.detail}.`;
   const loads = placement.devices;
   const full = loads.filter((load) => load.limit_bytes && memoryOf(load) / load.limit_bytes > 0.95);
   const memory = full.length ? ` Memory of ${full.map((load) => load.device).join(", ")} is over 95 % full.` : "";

@@ -10,14 +10,14 @@ export function show(article, placement, request, options) {
   const parts = [element("h3", {}, options.title), facts(placement, options.timeline)];
   if (placement.infeasible) {
     parts.push(element("p", { class: "why" }, element("strong", {}, "No placement is possible. "), placement.infeasible.reason));
-    if (placement.infeasible.short_bytes) parts.push(element("p", {}, `${bytes(placement.infeasible.short_bytes)} are missing.`));
+    if (placement.infeasible.missing_bytes) parts.push(element("p", {}, `${bytes(placement.infeasible.missing_bytes)} are missing.`));
     const words = placement.infeasible.requirements || [];
     if (words.length) parts.push(element("p", {}, "These requirements contradict one another:"), element("ul", {}, ...words.map((text) => element("li", {}, text))));
   } else if (placement.devices.length) {
     const devices = placement.devices.map((load) => load.device);
     parts.push(
       element("p", { class: "why" }, whatLimits(placement)),
-      ...helps(placement),
+      ...improvements(placement),
       element("h4", {}, "Devices, for one micro-batch"),
       deviceBars(placement.devices, article.clientWidth - 32),
       element("h4", {}, "Layers"),
@@ -41,11 +41,11 @@ function drawnLater(timeline) {
 }
 
 /** List the changes that would help, if the request asked for an explanation. */
-function helps(placement) {
-  const found = (placement.limits && placement.limits.helps) || [];
+function improvements(placement) {
+  const found = (placement.limits && placement.limits.improvements) || [];
   if (!found.length) return [];
   const items = found.map((help) => element("li", {}, `${help.change}: ${amount(help.objective_value, placement.objective)}, ${help.speedup.toFixed(2)} × as good`));
-  return [element("h4", {}, "What would help"), element("ul", { class: "helps" }, ...items)];
+  return [element("h4", {}, "What would help"), element("ul", { class: "improvements" }, ...items)];
 }
 
 /** Return an element that is filled with a text made from the timeline, once it has arrived. */

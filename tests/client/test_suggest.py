@@ -207,16 +207,16 @@ def test_a_step_is_one_of_many_in_training_and_alone_in_inference(profile):
     trained = profile.model_copy(update={"training": True, "layers": tuple(layers)})
 
     def steps(profile, **asked):
-        return suggest(profile, objective="step", chunks=4, **asked).step.steps
+        return suggest(profile, objective="step", chunks=4, **asked).step.kind
 
     assert (steps(trained), steps(trained, training=False), steps(profile)) == (
-        "in-a-row",
-        "alone",
-        "alone",
+        "steady-state",
+        "isolated",
+        "isolated",
     )
-    assert (steps(trained, steps="alone"), steps(profile, steps="in-a-row")) == (
-        "alone",
-        "in-a-row",
+    assert (steps(trained, step_kind="isolated"), steps(profile, step_kind="steady-state")) == (
+        "isolated",
+        "steady-state",
     )
 
 

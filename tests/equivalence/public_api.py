@@ -59,7 +59,7 @@ def layer(
         times["backward_ms"] = {
             kind: backward_ms * ratio for kind, ratio in zip(kinds, slower, strict=True)
         }
-        times["weights_ms"] = {kind: 0.4 * time for kind, time in times["backward_ms"].items()}
+        times["weight_grad_ms"] = {kind: 0.4 * time for kind, time in times["backward_ms"].items()}
         times["optimizer_ms"] = {kind: round(0.2 + 0.3 * spread(index, 5), 3) for kind in kinds}
         state |= {
             "grad_bytes": size,
@@ -189,7 +189,7 @@ def _resized(profile: Mapping[str, Any], samples: int, ratio: float) -> dict[str
     for one in profile["layers"]:
         times = {
             name: {kind: time * ratio for kind, time in one[name].items()}
-            for name in ("forward_ms", "backward_ms", "weights_ms")
+            for name in ("forward_ms", "backward_ms", "weight_grad_ms")
             if name in one
         }
         layers.append({**one, **times, "saved_bytes": round(one.get("saved_bytes", 0) * share)})
@@ -252,22 +252,22 @@ def answer(content: Mapping[str, Any], service: Service, *, is_unique: bool) -> 
     }
     if placement.single_device is not None:
         single = placement.single_device
-        found["single device"] = [single.objective_value, single.fits, single.short_bytes]
+        found["single device"] = [single.objective_value, single.fits, single.missing_bytes]
     if placement.infeasible is not None:
         why = placement.infeasible
         found["infeasible"] = {
             "layers": list(why.layers),
             "devices": list(why.devices),
-            "short bytes": why.short_bytes,
+            "short bytes": why.missing_bytes,
             "requirements": len(why.requirements),
-            "smallest": why.smallest,
+            "smallest": why.minimal,
         }
     if placement.limits is not None:
-        helps = [[one.objective_value, one.speedup] for one in placement.limits.helps]
+        helps = [[one.objective_value, one.speedup] for one in placement.limits.improvements]
         found["limits"] = {"kind": placement.limits.kind, "helps": helps}
-    if placement.ties is not None:
-        ties = placement.ties
-        found["ties"] = [ties.transfer_ms, ties.spread_ms, ties.proven]
+    if placement.tie_breaks is not None:
+        ties = placement.tie_breaks
+        found["ties"] = [ties.transfer_ms, ties.imbalance_ms, ties.proven]
     if placement.step is not None:
         found["choices"] = sorted(
             [one.chunks, one.batch_size, one.schedule, one.contiguous]
@@ -307,8 +307,8 @@ def _map(content: Mapping[str, Any], placement: placer.Placement) -> dict[str, A
     if placement.step is not None:
         step = placement.step
         found["step"] = {
-            "alone": step.alone_ms,
-            "steady state": step.in_a_row_ms,
+            "alone": step.isolated_ms,
+            "steady state": step.steady_state_ms,
             "bubble": step.bubble,
             "optimizer": step.optimizer_ms,
             "samples per s": step.samples_per_s,
@@ -397,7 +397,11 @@ def suggest(profile: placer.Profile) -> placer.Placement:
     layers = []
     for index, one in enumerate(profile.layers):
         forward_ms = (1.0 if one.param_bytes else 0.1) + round(spread(index, 8), 3)
-        times = {"forward_ms": forward_ms, "backward_ms": 2 * forward_ms, "weights_ms": forward_ms}
+        times = {
+            "forward_ms": forward_ms,
+            "backward_ms": 2 * forward_ms,
+            "weight_grad_ms": forward_ms,
+        }
         update = {name: {"cpu": time} for name, time in times.items()}
         layers.append(one.model_copy(update=update | {"optimizer_ms": {}, "host_ms": {}}))
     devices = cluster(("cpu", "cpu"))

@@ -70,7 +70,11 @@ OBJECTIVE: dict[str, dict[str, Any]] = {
         more_batch_sizes={2: 0.55},
     ),
     "step in steady state": question(
-        objective="step", schedule="fill-drain", steps="in-a-row", chunks=4, kinds=("a", "b")
+        objective="step",
+        schedule="fill-drain",
+        step_kind="steady-state",
+        chunks=4,
+        kinds=("a", "b"),
     ),
     "devices": question(
         edges=BRANCHES, objective="devices", bottleneck_ms=24.0, kinds=("a",) * 4, chunks=4

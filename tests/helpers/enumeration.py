@@ -313,12 +313,12 @@ class Enumeration:
     def shared(self, mine):
         """What weight passes work in where they run apart, one after another, and then the
         optimizer."""
-        apart = max((x.weights_workspace_bytes for x in mine), default=0) if self.apart else 0
+        apart = max((x.weight_grad_workspace_bytes for x in mine), default=0) if self.apart else 0
         return apart + self.optimizer_step(mine)
 
     def optimizer_step(self, mine):
         """What the optimizer makes and frees again."""
-        return sum(int(self.request.profile.optimizer_step_share * x.grad_bytes) for x in mine)
+        return sum(int(self.request.profile.optimizer_workspace_ratio * x.grad_bytes) for x in mine)
 
     @functools.cache  # noqa: B019 - an enumeration does not outlive its test
     def alone(self, names):
@@ -373,7 +373,9 @@ class Enumeration:
                 if there and self.order.index(e.source) < now < max(there):
                     held += e.gradient_bytes
             works_in = layer.backward_workspace_bytes
-            told_apart = layer.input_workspace_bytes if self.apart else layer.pass_workspace_bytes
+            told_apart = (
+                layer.input_grad_workspace_bytes if self.apart else layer.recorded_workspace_bytes
+            )
             if told_apart:
                 works_in = told_apart
             back = max(back, held + works_in)
@@ -383,10 +385,10 @@ class Enumeration:
         """What is held at a step backwards of the storage that the gradient of the last reader is a
         slice of."""
         *_, before, last = sorted(e.targets, key=self.order.index)
-        until = e.rest_until or last
+        until = e.retained_until or last
         waits = self.order.index(before) <= now < self.order.index(until)
         return (
-            e.rest_bytes
+            e.retained_bytes
             if waits and last in mine and ({*e.targets, e.source} - {last}) & mine
             else 0
         )
@@ -434,7 +436,7 @@ class Enumeration:
                         if readers & mine & to_come and readers & mine & done
                         else 0
                     )
-                if back and e.rest_bytes:
+                if back and e.retained_bytes:
                     total += self.rest(e, mine, now)
         for tie in [tie for tie in self.request.profile.tied if not tie.split] if back else ():
             first, *_, last = sorted(map(order.index, tie.layers))

@@ -9,7 +9,7 @@ from enumeration import Enumeration, memories
 from hypothesis import strategies as st
 from step_clock import StepClock
 
-from placer.schedule import Pipeline, Transfer, in_a_row_ms, plan, roomy_plans
+from placer.schedule import Pipeline, Transfer, plan, roomy_plans, steady_state_ms
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 
 MS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.25])
@@ -27,16 +27,16 @@ def profiles(draw, training, row, kinds, count, size):
             name=name,
             forward_ms=draw(times),
             backward_ms=draw(times) if training else {},
-            weights_ms=draw(times) if training and draw(st.booleans()) else {},
+            weight_grad_ms=draw(times) if training and draw(st.booleans()) else {},
             optimizer_ms=draw(times) if training and draw(st.booleans()) else {},
             param_bytes=draw(SIZE),
             grad_bytes=draw(SIZE) if training else 0,
             saved_bytes=draw(SIZE) if training else 0,
             backward_workspace_bytes=draw(SIZE) if training else 0,
-            pass_workspace_bytes=draw(SIZE) if training else 0,
+            recorded_workspace_bytes=draw(SIZE) if training else 0,
             deferred_bytes=draw(SIZE) if training else 0,
-            input_workspace_bytes=draw(SIZE) if training else 0,
-            weights_workspace_bytes=draw(SIZE) if training else 0,
+            input_grad_workspace_bytes=draw(SIZE) if training else 0,
+            weight_grad_workspace_bytes=draw(SIZE) if training else 0,
         )
         for name in names
     ]
@@ -62,7 +62,7 @@ def profiles(draw, training, row, kinds, count, size):
         edges=edges,
         training=training,
         batch_size=size,
-        optimizer_step_share=draw(st.sampled_from([0, 1, 2.5])),
+        optimizer_workspace_ratio=draw(st.sampled_from([0, 1, 2.5])),
     )
 
 
@@ -88,7 +88,7 @@ def requests(draw, row=False, contiguous=None):
         schedule=draw(
             st.sampled_from(["auto", "auto", "1f1b", "zero-bubble", "fill-drain", "interleaved"])
         ),
-        steps=draw(st.sampled_from(["alone", "in-a-row"])),
+        step_kind=draw(st.sampled_from(["isolated", "steady-state"])),
         batch_size=draw(st.sampled_from([2, 4])),
         constraints=Constraints(contiguous=contiguous),
         workers=1,
@@ -145,8 +145,8 @@ class Steps:
 
     def step(self, pipeline, found):
         """What it takes, alone with the longest optimizer at its end, or in a row."""
-        if self.request.steps == "in-a-row":
-            return in_a_row_ms(pipeline, found)
+        if self.request.step_kind == "steady-state":
+            return steady_state_ms(pipeline, found)
         optimizer = Counter()
         for place, time in zip(pipeline.places, pipeline.optimizer_ms, strict=True):
             optimizer[place] += time
@@ -210,7 +210,7 @@ class Steps:
             pipeline = self.pipeline(every, where, stages, stage_of, again)
             times = {
                 name: getattr(pipeline, name)
-                for name in ("forward_ms", "backward_ms", "weights_ms")
+                for name in ("forward_ms", "backward_ms", "weight_grad_ms")
             }
             times["transfers"] = pipeline.transfers
             asked, chunks = every.request.schedule, every.request.chunks
@@ -245,7 +245,7 @@ class Steps:
                 layer.forward_ms[here] if where[layer.name] in again else 0.0
             )
             totals["weights"][stage_of[layer.name]] += min(
-                back, layer.weights_ms.get(here, back / 2 if layer.grad_bytes else 0)
+                back, layer.weight_grad_ms.get(here, back / 2 if layer.grad_bytes else 0)
             )
             totals["optimizer"][stage_of[layer.name]] += (
                 layer.optimizer_ms.get(here, 0.0) if every.training else 0.0

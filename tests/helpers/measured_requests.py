@@ -52,7 +52,7 @@ def _request(random, objective):
     if objective == "step":
         asked |= {"profiles": more, "batch_size": 4 * random.choice([1, 2])}
         asked |= {
-            "steps": random.choice(["alone", "in-a-row"]),
+            "step_kind": random.choice(["isolated", "steady-state"]),
             "schedule": random.choice(["auto", asked["schedule"]]),
         }
     else:
@@ -88,7 +88,7 @@ def _profile(size, names, blocks, edges, kinds, training):
                 name=name,
                 forward_ms=forward,
                 backward_ms=backward,
-                weights_ms={
+                weight_grad_ms={
                     kind: round(time * block["weights"], 6) for kind, time in backward.items()
                 }
                 if told

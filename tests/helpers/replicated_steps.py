@@ -9,7 +9,7 @@ from random import Random
 
 from every_step import Steps
 
-from placer.schedule import in_a_row_ms, step_ms
+from placer.schedule import steady_state_ms, step_ms
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, PIECES
 from placer.schema import (
     Cluster,
@@ -60,7 +60,7 @@ class _Drawn:
             schedule=asked.pop("schedule", None)
             or self.choice(["auto", "1f1b", "zero-bubble", "fill-drain", "interleaved"]),
             objective="step",
-            steps=self.choice(["alone", "in-a-row"]),
+            step_kind=self.choice(["isolated", "steady-state"]),
             batch_size=self.choice([4, 8]),
             constraints=asked.pop("constraints", None)
             or Constraints(
@@ -104,7 +104,7 @@ class _Drawn:
             edges=edges,
             training=True,
             batch_size=size,
-            optimizer_step_share=self.temporary,
+            optimizer_workspace_ratio=self.temporary,
         )
 
     def edges(self, names):
@@ -123,7 +123,7 @@ class _Drawn:
                 target=b.name,
                 bandwidth_bytes_per_s=speed,
                 latency_s=latency,
-                both_ways=loaded,
+                bidirectional=loaded,
             )
             for a, b in itertools.permutations(members, 2)
         ]
@@ -265,8 +265,8 @@ def part_of_optimizer(profile, count):
         )
         for layer in profile.layers
     ]
-    share = profile.optimizer_step_share / count
-    return profile.model_copy(update={"layers": tuple(layers), "optimizer_step_share": share})
+    share = profile.optimizer_workspace_ratio / count
+    return profile.model_copy(update={"layers": tuple(layers), "optimizer_workspace_ratio": share})
 
 
 def cut_evenly(layers):
@@ -299,7 +299,7 @@ class ReplicatedSteps(Steps):
 
     def exchange_ms(self, size, adding):
         """The time in which a replica sends a part of some bytes to each other one."""
-        rate = self.link.both_ways or self.link
+        rate = self.link.bidirectional or self.link
         part = size / self.count
         one = rate.latency_s + part / rate.bandwidth_bytes_per_s
         add = 3 * part * (self.count - 1) / self.count / ADD_BYTES_PER_S
@@ -337,9 +337,9 @@ class ReplicatedSteps(Steps):
             by_order = defaultdict(list)
             for pipeline, stage_of, found in self.plans(every, where, again):
                 by_order[pipeline.places].append((pipeline, stage_of, found))
-            row = self.request.steps == "in-a-row"
+            row = self.request.step_kind == "steady-state"
             for alike in by_order.values():
-                alike.sort(key=lambda one: (in_a_row_ms if row else step_ms)(one[0], one[2]))
+                alike.sort(key=lambda one: (steady_state_ms if row else step_ms)(one[0], one[2]))
                 for pipeline, stage_of, found in alike:
                     asked = every, where, stage_of, found, again
                     if self.fits(*asked) and self.needed(*asked):
@@ -352,8 +352,8 @@ class ReplicatedSteps(Steps):
         spread = [0.0] * len(pipeline.places)
         for place, slot in zip(dict.fromkeys(pipeline.places), once, strict=True):
             spread[pipeline.places.index(place)] = slot
-        if self.request.steps == "in-a-row":
-            return in_a_row_ms(replace(pipeline, optimizer_ms=tuple(spread)), found)
+        if self.request.step_kind == "steady-state":
+            return steady_state_ms(replace(pipeline, optimizer_ms=tuple(spread)), found)
         return step_ms(replace(pipeline, optimizer_ms=()), found) + max(once)
 
     def slots(self, pipeline, stage_of, found):
@@ -365,7 +365,7 @@ class ReplicatedSteps(Steps):
             final = {stage: None for stage, own in enumerate(pipeline.places) if own == place}
             for stage, phase, _ in found.issue:
                 if stage in final:
-                    weights = pipeline.weights_ms[stage]
+                    weights = pipeline.weight_grad_ms[stage]
                     backward = pipeline.backward_ms[stage] - (weights if found.split else 0.0)
                     clock += {
                         "forward": pipeline.forward_ms[stage],
@@ -384,7 +384,7 @@ class ReplicatedSteps(Steps):
                     ready[layer.name] = time
                     back = layer.backward_ms[here]
                     half = min(
-                        back, layer.weights_ms.get(here, back / 2 if layer.grad_bytes else 0)
+                        back, layer.weight_grad_ms.get(here, back / 2 if layer.grad_bytes else 0)
                     )
                     time -= half if found.split else back
                 for piece in cut_evenly(mine):

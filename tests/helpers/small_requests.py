@@ -33,7 +33,7 @@ TRAINED = (
     "optimizer_bytes",
     "saved_bytes",
     "backward_workspace_bytes",
-    "pass_workspace_bytes",
+    "recorded_workspace_bytes",
 )
 
 
@@ -113,7 +113,7 @@ class DrawnRequest:
 
     def leaving_weights(self, asked):
         """With what backward passes leave to weight passes."""
-        fields = ("deferred_bytes", "input_workspace_bytes", "weights_workspace_bytes")
+        fields = ("deferred_bytes", "input_grad_workspace_bytes", "weight_grad_workspace_bytes")
         layers = [
             layer.model_copy(
                 update={
@@ -127,7 +127,7 @@ class DrawnRequest:
                 "profile": asked.profile.model_copy(
                     update={
                         "layers": tuple(layers),
-                        "optimizer_step_share": self.random.choice((0.0, 1.5)),
+                        "optimizer_workspace_ratio": self.random.choice((0.0, 1.5)),
                     }
                 )
             }
@@ -227,7 +227,7 @@ class DrawnRequest:
             return {}
         *_, before, last = sorted(map(self.layers.index, targets))
         until = self.random.choice(["", *self.layers[before + 1 : last + 1]])
-        return {"rest_bytes": self.random.choice(SIZES), "rest_until": until}
+        return {"retained_bytes": self.random.choice(SIZES), "retained_until": until}
 
     def cluster(self, kinds, training):
         """Devices whose limits are ample or tight; links alike, unlike, or partly missing."""

@@ -97,10 +97,10 @@ class StepClock:
                 if place == stage
             )
         if phase == "backward" and self.plan.split:
-            return p.backward_ms[stage] - p.weights_ms[stage]
-        return {"forward": p.forward_ms, "backward": p.backward_ms, "weights": p.weights_ms}[phase][
-            stage
-        ]
+            return p.backward_ms[stage] - p.weight_grad_ms[stage]
+        return {"forward": p.forward_ms, "backward": p.backward_ms, "weights": p.weight_grad_ms}[
+            phase
+        ][stage]
 
     def play(self):
         """When the last pass or optimizer ends."""

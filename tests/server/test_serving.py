@@ -53,7 +53,7 @@ def test_an_infeasible_request_is_answered_with_its_reason(settings):
         reply = httpx.post(f"{url}/v1/placements", json=examples.requests()["infeasible"]["value"])
     assert reply.status_code == 200
     assert reply.json()["status"] == "infeasible"
-    assert reply.json()["infeasible"]["short_bytes"] > 0
+    assert reply.json()["infeasible"]["missing_bytes"] > 0
 
 
 def test_sync_and_async_clients_get_the_same_placement(settings):

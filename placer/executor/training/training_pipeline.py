@@ -342,7 +342,7 @@ class TrainingPipeline:
             self.chunks,
             forward_ms=forward,
             backward_ms=whole,
-            weights_ms=weights,
+            weight_grad_ms=weights,
             transfers=crossings(self.stages),
             room=self.plan.in_flight,
         )

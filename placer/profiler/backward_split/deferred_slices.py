@@ -25,7 +25,7 @@ from placer.profiler.measurement import Measurement
 class Rest:
     """Bytes kept alive next to a slice of a gradient, and the layer until which they are kept.
 
-    The fields match ``rest_bytes`` and ``rest_until`` of ``schema.Edge``.
+    The fields match ``retained_bytes`` and ``retained_until`` of ``schema.Edge``.
     """
 
     bytes: int = 0

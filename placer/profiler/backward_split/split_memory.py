@@ -41,18 +41,18 @@ class Halves:
     Attributes:
         deferred: the storages that the input-gradient pass creates and the weight-gradient pass
             needs.
-        input_workspace_bytes: the peak of the input-gradient pass beyond saved activations,
+        input_grad_workspace_bytes: the peak of the input-gradient pass beyond saved activations,
             ``deferred`` included.
-        weights_workspace_bytes: the peak of the weight-gradient pass beyond these: two operations
-            of the largest kind.
+        weight_grad_workspace_bytes: the peak of the weight-gradient pass beyond these: two
+            operations of the largest kind.
         slices: for each storage of which gradients of reads are slices, its bytes and the positions
             of these reads.
         deferred_writes: the positions of the writes whose gradients are in ``deferred``.
     """
 
     deferred: tuple[int, ...] = ()
-    input_workspace_bytes: int = 0
-    weights_workspace_bytes: int = 0
+    input_grad_workspace_bytes: int = 0
+    weight_grad_workspace_bytes: int = 0
     slices: tuple[Slices, ...] = ()
     deferred_writes: frozenset[int] = frozenset()
 

@@ -56,7 +56,7 @@ def rate(
     source: torch.device,
     target: torch.device,
     *,
-    both_ways: bool = False,
+    bidirectional: bool = False,
     computing: bool = False,
 ) -> Rate:
     """Measure latency and bandwidth of a link.
@@ -64,7 +64,7 @@ def rate(
     Args:
         source: a device, or the host.
         target: a device, or the host; at least one of the two is a device.
-        both_ways: copy equally much in the other direction at the same time.
+        bidirectional: copy equally much in the other direction at the same time.
         computing: multiply matrices on the GPUs among the two at the same time.
 
     Returns:
@@ -80,7 +80,7 @@ def rate(
     times: list[float] = []
     for size in sizes:
         items = [_shipment(source, target, size)] + (
-            [_shipment(target, source, size)] if both_ways else []
+            [_shipment(target, source, size)] if bidirectional else []
         )
         # upper estimate for the next size: sizes grow up to 16-fold, and load slows copies down
         slowest_s = max(1e-3, 40 * times[-1] if times else 0)

@@ -30,9 +30,9 @@ from placer.profiler.timing import significant
 from placer.schema import Link, Rate
 
 _LOADS: dict[str, dict[str, bool]] = {
-    "both_ways": {"both_ways": True},
+    "bidirectional": {"bidirectional": True},
     "computing": {"computing": True},
-    "both_ways_computing": {"both_ways": True, "computing": True},
+    "bidirectional_computing": {"bidirectional": True, "computing": True},
 }
 # Relative repeatability of a transfer, by its size in bytes, on machines with other users.
 _NOISE = {2**16: 0.5, 2**26: 0.25}

@@ -107,7 +107,7 @@ def _state(one: GraphState) -> Tensor:
         5 if one.memory_format.endswith("3d") else 4
     ):
         tensor = tensor.to(memory_format=getattr(torch, one.memory_format))
-    trained = one.trained and (tensor.is_floating_point() or tensor.is_complex())
+    trained = one.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
     return nn.Parameter(tensor, trained) if one.kind == "parameter" else tensor
 
 

@@ -47,7 +47,7 @@ def holds_state_alone(problem: Problem) -> bool:
         sum(problem.step_bytes)
         + sum(problem.deferred_bytes)
         + sum(problem.back_workspace_bytes)
-        + sum(problem.weights_workspace_bytes)
+        + sum(problem.weight_grad_workspace_bytes)
     )
     return passing + waiting + apart == 0
 
@@ -147,7 +147,7 @@ def most_by_node(problem: Problem, nodes: Reduction, flight: int) -> Vector:
         nodes: its layers.
         flight: the micro-batches in flight.
     """
-    apart = zip(problem.weights_workspace_bytes, problem.step_bytes, strict=True)
+    apart = zip(problem.weight_grad_workspace_bytes, problem.step_bytes, strict=True)
     held = [state + sum(more) for state, more in zip(_states(problem), apart, strict=True)]
     for index, layer in enumerate(problem.layers):
         backwards = max(layer.backward_workspace_bytes, problem.back_workspace_bytes[index])
@@ -162,7 +162,7 @@ def most_by_node(problem: Problem, nodes: Reduction, flight: int) -> Vector:
         for index in {value.source, *value.readers}:
             # A value may be kept or wait, and cross. Its gradient may wait, cross and land.
             held[index] += (
-                flight * (2 * value.held_bytes + 3 * value.gradient_bytes) + value.rest_bytes
+                flight * (2 * value.held_bytes + 3 * value.gradient_bytes) + value.retained_bytes
             )
     # Any stage without the first owner of a shared parameter holds its own copy.
     for shared in problem.shared:

@@ -271,7 +271,7 @@ class Intervals:
             if problem.weights_apart:
                 self._landing = self._landing + self._waiting
                 self._backward = self._backward + self._summed(problem.deferred_bytes)
-                self._shared = self._shared + self._largest(problem.weights_workspace_bytes)
+                self._shared = self._shared + self._largest(problem.weight_grad_workspace_bytes)
             self.exact = passes.follows
         if problem.training and (problem.may_recompute or not problem.recorded):
             moments = TrainingMoments(problem, self._layers)

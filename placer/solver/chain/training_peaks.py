@@ -168,7 +168,7 @@ class TrainingMoments:
             if value.gradient_bytes:
                 waits = self._staying if self._recorded else self._gradients
                 yield from waits(value.gradient_bytes, source, readers)
-            if value.rest_bytes and not self._recorded:
+            if value.retained_bytes and not self._recorded:
                 yield self._rest(value)
 
     def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
@@ -208,10 +208,15 @@ class TrainingMoments:
     def _rest(self, value: Value) -> _Wait:
         """Add what waits backwards in addition to the last reader's gradient."""
         before, until, last = (
-            self._step[layer] for layer in (value.rest_from, value.rest_until, value.readers[-1])
+            self._step[layer]
+            for layer in (value.retained_from, value.retained_until, value.readers[-1])
         )
         return _Wait(
-            self._block[last], 1, (0, self._block[before] + 1), (before, until), value.rest_bytes
+            self._block[last],
+            1,
+            (0, self._block[before] + 1),
+            (before, until),
+            value.retained_bytes,
         )
 
     def _staying(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:

@@ -67,9 +67,13 @@ def part_of(problem: Problem, layers: Sequence[int]) -> Problem:
             keepers=some(value.keepers),
             unbound=frozenset(some(sorted(value.unbound))),
         )
-        if not number.keys() >= {value.rest_from, value.rest_until, value.readers[-1]}:
-            return replace(part, rest_bytes=0)  # less may be held
-        return replace(part, rest_from=number[value.rest_from], rest_until=number[value.rest_until])
+        if not number.keys() >= {value.retained_from, value.retained_until, value.readers[-1]}:
+            return replace(part, retained_bytes=0)  # less may be held
+        return replace(
+            part,
+            retained_from=number[value.retained_from],
+            retained_until=number[value.retained_until],
+        )
 
     return replace(
         problem,

@@ -93,7 +93,9 @@ class PeakConstraints:
         crossing, landing = _crossing(place, problem, nodes, unit)
         back += _of_layers(place, nodes, problem.deferred_bytes, unit)
         shared = _of_layers(place, nodes, problem.step_bytes, unit)
-        shared += _largest(place, nodes, [size // unit for size in problem.weights_workspace_bytes])
+        shared += _largest(
+            place, nodes, [size // unit for size in problem.weight_grad_workspace_bytes]
+        )
         # each micro-batch in flight has memory for its own
         # Concurrent backward passes each have their own memory. Otherwise one backward pass at a
         # time reuses the same memory, and gradients that arrive meanwhile wait (landing).
@@ -230,7 +232,7 @@ class _PlacePeaks:
             self._add_pieces(there, value.held_bytes, self._held(value))
             self._add_pieces(back, value.held_bytes, self._kept(value))
             self._add_pieces(back, value.gradient_bytes, self._gradient(value))
-            self._add_pieces(back, value.rest_bytes, self._rest(value))
+            self._add_pieces(back, value.retained_bytes, self._rest(value))
             if value.keepers and value.held_bytes:
                 self._add_pieces(
                     kept, value.held_bytes, [(value.source, self._prefixes(value.keepers)[-1])]
@@ -419,8 +421,8 @@ class _PlacePeaks:
     def _rest(self, value: Value) -> Iterator[tuple[int, Literal]]:
         """Yield when the rest of a sliced gradient waits backwards for the reader before."""
         *others, last = value.source, *value.readers
-        yield value.rest_from, self._both(self._here(last), self._prefixes(others)[-1])
-        yield value.rest_until, None
+        yield value.retained_from, self._both(self._here(last), self._prefixes(others)[-1])
+        yield value.retained_until, None
 
     def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:
         """Yield when a reader's gradient stays in a recorded pass: for its source, or to go out."""

@@ -112,6 +112,6 @@ def _may_wait(problem: Problem) -> tuple[list[int], list[int]]:
     for value in problem.values:
         memory.between(values, value.source + 1, value.readers[-1], value.held_bytes)
         memory.between(gradients, value.source + 1, value.readers[-1], value.gradient_bytes)
-        memory.between(gradients, value.rest_from, value.rest_until, value.rest_bytes)
+        memory.between(gradients, value.retained_from, value.retained_until, value.retained_bytes)
     steps = range(len(problem.layers))
     return memory.sums(values, steps), memory.sums(gradients, steps)

@@ -305,7 +305,7 @@ def _byte_sizes(problem: Problem, chunks: int) -> list[int]:
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
     sizes += [size * often for size in (*problem.deferred_bytes, *problem.back_workspace_bytes)]
-    sizes += [*problem.weights_workspace_bytes, *problem.step_bytes]
+    sizes += [*problem.weight_grad_workspace_bytes, *problem.step_bytes]
     sizes += [shared.total_bytes for shared in problem.shared]
     for layer in problem.layers:
         sizes += [
@@ -318,7 +318,7 @@ def _byte_sizes(problem: Problem, chunks: int) -> list[int]:
         sizes += [
             value.gradient_bytes * (often if problem.recorded else 1) for value in problem.values
         ]
-        sizes += [value.rest_bytes for value in problem.values]
+        sizes += [value.retained_bytes for value in problem.values]
     return [size for size in sizes if size]
 
 

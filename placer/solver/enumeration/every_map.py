@@ -39,7 +39,7 @@ def try_all(search: Search) -> list[int] | None:
             proven = proven and (
                 not problem.training or maps.has_one_order(problem, devices, result.stages)
             )
-            nearest = min(nearest, (maps.short_bytes(problem, devices), devices))
+            nearest = min(nearest, (maps.missing_bytes(problem, devices), devices))
     if every is None or not proven:
         return None
     search.prove(search.nothing_below() if search.best is None else search.value)

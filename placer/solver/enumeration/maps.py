@@ -60,7 +60,7 @@ def has_one_order(problem: Problem, assignment: Sequence[int], stages: Sequence[
     return not problem.contiguous or all(pair in feeds for pair in pairwise(stages))
 
 
-def short_bytes(problem: Problem, assignment: list[int]) -> float:
+def missing_bytes(problem: Problem, assignment: list[int]) -> float:
     """Return the bytes that devices lack together for a map.
 
     It is infinite if the map breaks a requirement other than memory.

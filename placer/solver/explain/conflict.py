@@ -83,7 +83,7 @@ def explained(
     )
     if not words:
         return reason
-    found = {"requirements": words, "smallest": smallest is not None}
+    found = {"requirements": words, "minimal": smallest is not None}
     if reason.reason == CONTRADICTION:  # nothing else is known
         found["reason"] = f"cannot hold together: {'; '.join(words)}"
     return reason.model_copy(update=found)

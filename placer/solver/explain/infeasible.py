@@ -145,7 +145,7 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
                 f"({device.name}): {bytes_text(short[nearest])} short",
                 layers=names,
                 devices=_device_names(problem, short),
-                short_bytes=short[nearest],
+                missing_bytes=short[nearest],
             )
     return None
 
@@ -166,7 +166,7 @@ def _too_large_together(problem: Problem) -> Infeasibility | None:
         f"may use {bytes_text(there)} "
         f"together: {bytes_text(need - there)} short",
         devices=devices,
-        short_bytes=need - there,
+        missing_bytes=need - there,
     )
 
 
@@ -206,7 +206,7 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
             else ""
         )
         return Infeasibility(
-            reason=f"no placement keeps every device within its memory{least}", short_bytes=short
+            reason=f"no placement keeps every device within its memory{least}", missing_bytes=short
         )
     return reason_of_closest(
         problem, answer.devices, short, "" if answer.complete else " that was found"
@@ -242,7 +242,7 @@ def reason_of_closest(
             if problem.devices[d].name == worst
         ),
         devices=tuple(excess),
-        short_bytes=short or excess[worst],
+        missing_bytes=short or excess[worst],
     )
 
 

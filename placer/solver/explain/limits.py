@@ -8,7 +8,7 @@ from time import monotonic
 from placer.schema import (
     Cluster,
     Device,
-    Help,
+    Improvement,
     Limiting,
     Limits,
     Link,
@@ -68,18 +68,18 @@ def limits_of(
             if value is not None:
                 values[words] = value
     unlimited = values.pop(UNLIMITED, None)
-    helps = [_help(placement, words, value) for words, value in values.items()]
+    improvements = [_improvement(placement, words, value) for words, value in values.items()]
     worth = sorted(
-        (help for help in helps if help.speedup > 1 + WORTH), key=lambda help: -help.speedup
+        (help for help in improvements if help.speedup > 1 + WORTH), key=lambda help: -help.speedup
     )
-    kind, what = _named(request, placement, unlimited)
-    return Limits(kind=kind, what=what, helps=tuple(worth))
+    kind, detail = _named(request, placement, unlimited)
+    return Limits(kind=kind, detail=detail, improvements=tuple(worth))
 
 
-def _help(placement: Placement, words: str, value: float) -> Help:
+def _improvement(placement: Placement, words: str, value: float) -> Improvement:
     before = placement.objective_value or 0.0
     speedup = before / value if value > 0 else 1.0
-    return Help(change=words, objective_value=value, speedup=speedup)
+    return Improvement(change=words, objective_value=value, speedup=speedup)
 
 
 def _named(
@@ -106,7 +106,7 @@ def _named(
     if len(mine) == 1:
         return "layer", f"layer {mine[0]!r} on {busiest.device}: {busiest.compute_ms:.4g} ms alone"
     return (
-        "work",
+        "compute",
         f"the work of {len(mine)} layers on {busiest.device}: {busiest.compute_ms:.4g} ms",
     )
 
@@ -137,7 +137,7 @@ def _too_much_for_fewer(request: PlacementRequest, placement: Placement) -> tupl
     if transfers_ms > compute_ms:
         return "link", f"the links: {transfers_ms:.4g} ms of transfers in all; {allowed}"
     layers = count_text(len(placement.layer_devices), "layer")
-    return "work", f"the work of {layers}: {compute_ms:.4g} ms in all; {allowed}"
+    return "compute", f"the work of {layers}: {compute_ms:.4g} ms in all; {allowed}"
 
 
 def _value_text(objective: Objective, value: float) -> str:

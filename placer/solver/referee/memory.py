@@ -41,7 +41,7 @@ class Memory:
         self._replicas = replicas
         self._contiguous = contiguous
         self._request, self._training, self._where = request, request.is_training, where
-        self._step_share = request.profile.optimizer_step_share
+        self._step_share = request.profile.optimizer_workspace_ratio
         self._ties = [tie for tie in request.profile.tied if not tie.split]
         self._shared = [tie for tie in request.profile.tied if tie.split]
         self._apart = request.is_training and request.schedule == "zero-bubble"
@@ -221,14 +221,14 @@ class Memory:
                 sent[readers[0]] += edge.gradient_bytes
             before, last = sorted({-1, *(self._order[name] for name in edge.targets)})[-2:]
             if (
-                edge.rest_bytes
+                edge.retained_bytes
                 and last in readers
                 and (len(readers) > 1 or self._where[edge.source] == device)
             ):
-                arriving[self._order[edge.rest_until] if edge.rest_until else last] += (
-                    edge.rest_bytes
+                arriving[self._order[edge.retained_until] if edge.retained_until else last] += (
+                    edge.retained_bytes
                 )
-                sent[before] += edge.rest_bytes
+                sent[before] += edge.retained_bytes
         for tie in self._ties:
             sharing = self._here(tie.layers, device)
             if len(sharing) > 1:
@@ -252,7 +252,7 @@ class Memory:
         each += self._places(device) + (self._landing(device) if flight > backwards else 0)
         if not self._apart:
             return flight * each, self._backward_pass(device) + self._step(device)
-        weights = max((layer.weights_workspace_bytes for layer in mine), default=0)
+        weights = max((layer.weight_grad_workspace_bytes for layer in mine), default=0)
         return flight * each + backwards * self._backward_pass(device), weights + self._step(device)
 
     def _landing(self, device: str) -> int:
@@ -321,7 +321,11 @@ class Memory:
             waiting -= used[step]
             if step in layer_at:
                 layer = layer_at[step]
-                own = layer.input_workspace_bytes if self._apart else layer.pass_workspace_bytes
+                own = (
+                    layer.input_grad_workspace_bytes
+                    if self._apart
+                    else layer.recorded_workspace_bytes
+                )
                 most = max(most, left + waiting + (own or layer.backward_workspace_bytes))
                 left += layer.deferred_bytes if self._apart else 0
             waiting += arriving[step]

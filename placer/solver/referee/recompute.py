@@ -29,8 +29,11 @@ def repeated(
 
 def _slower(layer: Layer, kind: str) -> Layer:
     back = layer.backward_ms[kind]
-    weights = min(back, layer.weights_ms.get(kind, back / 2 if layer.grad_bytes else 0.0))
-    changed = {"backward_ms": {kind: back + layer.forward_ms[kind]}, "weights_ms": {kind: weights}}
+    weights = min(back, layer.weight_grad_ms.get(kind, back / 2 if layer.grad_bytes else 0.0))
+    changed = {
+        "backward_ms": {kind: back + layer.forward_ms[kind]},
+        "weight_grad_ms": {kind: weights},
+    }
     return layer.model_copy(update=changed)
 
 

@@ -181,7 +181,7 @@ def _profile_of(request: PlacementRequest, samples: int) -> Profile:
         changed: dict[str, object] = {}
         for name in Layer.model_fields:
             one, other = getattr(small, name), getattr(large, name)
-            if name in ("forward_ms", "backward_ms", "weights_ms"):
+            if name in ("forward_ms", "backward_ms", "weight_grad_ms"):
                 changed[name] = {
                     kind: one[kind] * (b - samples) / (b - a)
                     + other[kind] * (samples - a) / (b - a)
@@ -193,7 +193,7 @@ def _profile_of(request: PlacementRequest, samples: int) -> Profile:
 
     def edge(small: Edge, large: Edge) -> Edge:
         equal("ends of a value", (small.source, small.targets), (large.source, large.targets))
-        names = "bytes", "gradient_bytes", "rest_bytes"
+        names = "bytes", "gradient_bytes", "retained_bytes"
         changed = {name: whole(getattr(small, name), getattr(large, name)) for name in names}
         return small.model_copy(update=changed)
 
@@ -214,8 +214,8 @@ def _with_part_of_optimizer(profile: Profile, count: int) -> Profile:
         times = {kind: time_ms / count for kind, time_ms in layer.optimizer_ms.items()}
         changed = {"optimizer_bytes": state + (rest > 0), "optimizer_ms": times}
         layers.append(layer.model_copy(update=changed))
-    share = profile.optimizer_step_share / count
-    return profile.model_copy(update={"layers": tuple(layers), "optimizer_step_share": share})
+    share = profile.optimizer_workspace_ratio / count
+    return profile.model_copy(update={"layers": tuple(layers), "optimizer_workspace_ratio": share})
 
 
 # The exchange
@@ -245,8 +245,8 @@ def _rate(names: Sequence[str], links: Mapping[tuple[str, str], Link], is_comput
             waits = seconds = 0.0
             for way in ways:
                 link = links[way]
-                loads = [link.both_ways_computing] if is_computing else []
-                loads += [link.both_ways]
+                loads = [link.bidirectional_computing] if is_computing else []
+                loads += [link.bidirectional]
                 loads += [link.computing] if is_computing else []
                 rate = next((load for load in loads if load is not None), link)
                 waits += rate.latency_s
@@ -354,7 +354,7 @@ def check_step(
     assert step is not None  # check() has looked
     known = sorted({profile.batch_size for profile in (request.profile, *request.profiles)})
     every = [one for devices in exchanged for one in devices.values()]
-    equal("step.steps", step.steps, request.steps)
+    equal("step.kind", step.kind, request.step_kind)
     near("step.optimizer_ms", step.optimizer_ms, max(one.optimizer_ms for one in every))
     samples = [replica.samples for replica in next(iter(placement.replicas.values()))]
     if len(placement.replicas) > 1:
@@ -362,8 +362,8 @@ def check_step(
             for device, one in devices.items():
                 slot_ms = one.exposed_ms + one.optimizer_ms + one.waits_ms
                 reading.set_optimizer(device, slot_ms)
-        alone_ms = max(reading.alone_ms for reading in readings)
-        in_a_row_ms = max(reading.in_a_row_ms for reading in readings)
+        isolated_ms = max(reading.isolated_ms for reading in readings)
+        steady_state_ms = max(reading.steady_state_ms for reading in readings)
         longest = max(
             every,
             key=lambda one: (one.exposed_ms + one.waits_ms, one.reduce_ms + one.gather_ms),
@@ -371,24 +371,28 @@ def check_step(
         exposed_ms = longest.exposed_ms + longest.waits_ms
     else:
         # devices may be unlike, and wait for the slowest
-        passes = [reading.alone_ms - reading.optimizer_ms() for reading in readings]
+        passes = [reading.isolated_ms - reading.optimizer_ms() for reading in readings]
         ends = [
             one.waits_ms + time_ms + one.exposed_ms
             for time_ms, one in zip(passes, every, strict=True)
         ]
         longest = every[0]
         exposed_ms = max(ends) - max(passes)
-        alone_ms = max(ends) + max(one.optimizer_ms for one in every)
-        in_a_row_ms = alone_ms
+        isolated_ms = max(ends) + max(one.optimizer_ms for one in every)
+        steady_state_ms = isolated_ms
     is_measured = set(samples) <= set(known)
     equal(
         "step.measured_batch_sizes", list(step.measured_batch_sizes), [] if is_measured else known
     )
-    scale = 1e-9 * max(alone_ms, 1e-9)
+    scale = 1e-9 * max(isolated_ms, 1e-9)
     near("step.reduction_ms", step.reduction_ms, longest.reduce_ms + longest.gather_ms, scale)
     hidden_ms = longest.reduce_ms + longest.gather_ms - exposed_ms
     near("step.reduction_hidden_ms", step.reduction_hidden_ms, hidden_ms, scale)
-    near("step.alone_ms", -1.0 if step.alone_ms is None else step.alone_ms, alone_ms)
-    near("step.in_a_row_ms", -1.0 if step.in_a_row_ms is None else step.in_a_row_ms, in_a_row_ms)
+    near("step.isolated_ms", -1.0 if step.isolated_ms is None else step.isolated_ms, isolated_ms)
+    near(
+        "step.steady_state_ms",
+        -1.0 if step.steady_state_ms is None else step.steady_state_ms,
+        steady_state_ms,
+    )
     equal("step.in_flight", step.in_flight, readings[0].plan.in_flight)
-    return in_a_row_ms if request.steps == "in-a-row" else alone_ms
+    return steady_state_ms if request.step_kind == "steady-state" else isolated_ms

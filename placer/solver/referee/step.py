@@ -16,7 +16,7 @@ from graphlib import TopologicalSorter
 from math import inf
 from typing import Any
 
-from placer.schedule import Pipeline, Plan, Transfer, in_a_row_ms, plan, roomy_plans, step_ms
+from placer.schedule import Pipeline, Plan, Transfer, plan, roomy_plans, steady_state_ms, step_ms
 from placer.schema import Edge, Layer, Placement, PlacementRequest
 from placer.solver.referee import recompute, steady_state
 from placer.solver.referee.claims import equal, near, require
@@ -122,7 +122,7 @@ class StepReading:
             times = {"forward": layer.forward_ms[device_type], "backward": backward}
             # what has no parameters to train has no such half
             untold = backward / 2 if layer.grad_bytes else 0.0
-            times["weights"] = min(backward, layer.weights_ms.get(device_type, untold))
+            times["weights"] = min(backward, layer.weight_grad_ms.get(device_type, untold))
             times["optimizer"] = (
                 layer.optimizer_ms.get(device_type, 0.0) if self._request.is_training else 0.0
             )
@@ -143,7 +143,9 @@ class StepReading:
             require(bool(alike), f"in_flight is {tuple(held)}, which no order of these stages has")
             return min(
                 alike,
-                key=partial(in_a_row_ms if self._request.steps == "in-a-row" else step_ms, whole),
+                key=partial(
+                    steady_state_ms if self._request.step_kind == "steady-state" else step_ms, whole
+                ),
             )
         return plan(
             schedule,
@@ -151,7 +153,7 @@ class StepReading:
             self._request.chunks,
             forward_ms=whole.forward_ms,
             backward_ms=whole.backward_ms,
-            weights_ms=whole.weights_ms,
+            weight_grad_ms=whole.weight_grad_ms,
             transfers=whole.transfers,
             room=held
             if schedule == "zero-bubble" and held is not None and len(held) == len(places)
@@ -173,7 +175,7 @@ class StepReading:
         whole = layer.backward_ms[kind]
         if not self.plan.split:
             return whole
-        return min(whole, layer.weights_ms.get(kind, whole / 2 if layer.grad_bytes else 0.0))
+        return min(whole, layer.weight_grad_ms.get(kind, whole / 2 if layer.grad_bytes else 0.0))
 
     def optimizer_of(self, device: str) -> float:
         """Return the time of the optimizer's step on a device."""
@@ -226,17 +228,19 @@ class StepReading:
     @property
     def step_ms(self) -> float:
         """Return the time of the whole batch with the optimizer, isolated or in steady state."""
-        return self.in_a_row_ms if self._request.steps == "in-a-row" else self.alone_ms
+        return (
+            self.steady_state_ms if self._request.step_kind == "steady-state" else self.isolated_ms
+        )
 
     @cached_property
-    def in_a_row_ms(self) -> float:
+    def steady_state_ms(self) -> float:
         """Return the time of a steady-state step."""
         return steady_state.longest_mean(
             self._waits | self._optimizers(), self._carried(), self._duration
         )
 
     @cached_property
-    def alone_ms(self) -> float:
+    def isolated_ms(self) -> float:
         """Return the time of a step from idle to idle devices."""
         end: dict[Event, float] = {}
         for event in TopologicalSorter(self._waits).static_order():
@@ -366,10 +370,10 @@ def check_said(request: PlacementRequest, reading: StepReading, placement: Place
     step = placement.step
     assert step is not None  # check() has looked
     check_choices(request, placement)
-    equal("step.steps", step.steps, request.steps)
+    equal("step.kind", step.kind, request.step_kind)
     for name, claimed, true in (
-        ("alone_ms", step.alone_ms, reading.alone_ms),
-        ("in_a_row_ms", step.in_a_row_ms, reading.in_a_row_ms),
+        ("isolated_ms", step.isolated_ms, reading.isolated_ms),
+        ("steady_state_ms", step.steady_state_ms, reading.steady_state_ms),
     ):
         near(f"step.{name}", inf if claimed is None else claimed, true)
     equal("step.in_flight", step.in_flight, reading.plan.in_flight)

@@ -135,7 +135,7 @@ def piece_tails(
 
     def pass_ms(layer: int) -> float:
         if split:
-            return pipelines.weights_ms(problem, layer, device)
+            return pipelines.weight_grad_ms(problem, layer, device)
         # without the forward pass of a device that recomputes, which comes first
         return problem.layers[layer].backward_ms[kind]
 
@@ -216,12 +216,12 @@ def _passes(pipeline: Pipeline, plan: Plan) -> tuple[dict[int, float], dict[int,
     times = {
         "forward": pipeline.forward_ms,
         "backward": pipeline.backward_ms,
-        "weights": pipeline.weights_ms,
+        "weights": pipeline.weight_grad_ms,
     }
     if plan.split:
         times["backward"] = tuple(
             whole - apart
-            for whole, apart in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)
+            for whole, apart in zip(pipeline.backward_ms, pipeline.weight_grad_ms, strict=True)
         )
     last = "weights" if plan.split else "backward"
     busy: dict[int, float] = defaultdict(float)

@@ -14,17 +14,17 @@ from collections.abc import Mapping, Sequence
 
 from placer.schema import Edge, Layer, Profile
 
-TIMES = ("forward_ms", "backward_ms", "weights_ms")
+TIMES = ("forward_ms", "backward_ms", "weight_grad_ms")
 LAYER_BYTES = (
     "saved_bytes",
     "forward_workspace_bytes",
     "backward_workspace_bytes",
-    "pass_workspace_bytes",
+    "recorded_workspace_bytes",
     "deferred_bytes",
-    "input_workspace_bytes",
-    "weights_workspace_bytes",
+    "input_grad_workspace_bytes",
+    "weight_grad_workspace_bytes",
 )
-EDGE_BYTES = ("bytes", "gradient_bytes", "rest_bytes")
+EDGE_BYTES = ("bytes", "gradient_bytes", "retained_bytes")
 
 Way = tuple[int, int]
 """The part of the way from one measured size to the next: samples gone, and samples in all."""

@@ -17,7 +17,7 @@ from placer.schema import (
     SingleDevice,
     Step,
     StepChoice,
-    Ties,
+    TieBreaks,
 )
 from placer.solver import answer, costs
 from placer.solver.answer import PROVEN_GAP
@@ -63,9 +63,9 @@ def placement_of_shape(request: PlacementRequest, shape: Shape, inner: Placement
         changed["objective_value"] = inner.objective_value / count
     if inner.step is not None:
         changed["step"] = _step_of_all(inner.step, count)
-    if inner.ties is not None:
-        transfer_ms = count * inner.ties.transfer_ms
-        changed["ties"] = inner.ties.model_copy(update={"transfer_ms": transfer_ms})
+    if inner.tie_breaks is not None:
+        transfer_ms = count * inner.tie_breaks.transfer_ms
+        changed["tie_breaks"] = inner.tie_breaks.model_copy(update={"transfer_ms": transfer_ms})
     return inner.model_copy(update=changed)
 
 
@@ -108,7 +108,7 @@ def placement_of_shares(
     step = _step_of_shares(request, found, results)
     step = step.model_copy(update={"measured_batch_sizes": _measured(shares, found)})
     changed = {
-        "objective_value": step.alone_ms,
+        "objective_value": step.isolated_ms,
         "batch_size": sum(found.samples),
         "replicas": {names[0]: replicas},
         "devices": _marked([loads.get(one.name) or _idle(one) for one in request.devices]),
@@ -116,7 +116,7 @@ def placement_of_shares(
             name for name, result in zip(names, results, strict=True) if result.recompute
         ),
         "step": step,
-        "ties": _ties(list(loads.values())) if request.break_ties else None,
+        "tie_breaks": _ties(list(loads.values())) if request.break_ties else None,
         **_of_request(request),
     }
     return placement.model_copy(update=changed)
@@ -160,9 +160,9 @@ def _step_of_shares(
         optimizer_ms=optimizer_ms,
         reduction_ms=exchanged[0].total_ms,
         reduction_hidden_ms=max(0.0, exchanged[0].total_ms - exposed_ms),
-        steps=request.steps,
-        alone_ms=step_ms,
-        in_a_row_ms=step_ms,
+        kind=request.step_kind,
+        isolated_ms=step_ms,
+        steady_state_ms=step_ms,
         in_flight=plan.in_flight,
     )
 
@@ -190,10 +190,10 @@ def _marked(loads: Sequence[DeviceLoad]) -> tuple[DeviceLoad, ...]:
     )
 
 
-def _ties(loads: Sequence[DeviceLoad]) -> Ties:
+def _ties(loads: Sequence[DeviceLoad]) -> TieBreaks:
     """Return the reported rank; no transfers, and no other map is compared."""
     computes = [load.compute_ms for load in loads]
-    return Ties(transfer_ms=0.0, spread_ms=max(computes) - min(computes), proven=False)
+    return TieBreaks(transfer_ms=0.0, imbalance_ms=max(computes) - min(computes), proven=False)
 
 
 def _of_request(request: PlacementRequest) -> dict[str, Any]:
@@ -201,8 +201,8 @@ def _of_request(request: PlacementRequest) -> dict[str, Any]:
     profile = request.profile
     return {
         "id": request.content_hash(),
-        "optimizer_step_share": profile.optimizer_step_share,
-        "through_host": tuple(
+        "optimizer_workspace_ratio": profile.optimizer_workspace_ratio,
+        "links_through_host": tuple(
             (link.source, link.target) for link in request.placed_on.links if link.route == "host"
         ),
     }

@@ -111,7 +111,7 @@ def loaded_rate(link: Link, computing: bool) -> Rate | Link:
         link: between two replicas.
         computing: whether both devices run passes meanwhile.
     """
-    both = (link.both_ways_computing if computing else None) or link.both_ways
+    both = (link.bidirectional_computing if computing else None) or link.bidirectional
     return both or (link.computing if computing else None) or link
 
 
@@ -121,8 +121,8 @@ def shared_profile(profile: Profile, replicas: int) -> Profile:
     State, temporaries and time of the optimizer are divided evenly; state is rounded up by layer.
     """
     layers = tuple(shared_layer(layer, replicas) for layer in profile.layers)
-    share = profile.optimizer_step_share / replicas
-    return profile.model_copy(update={"layers": layers, "optimizer_step_share": share})
+    share = profile.optimizer_workspace_ratio / replicas
+    return profile.model_copy(update={"layers": layers, "optimizer_workspace_ratio": share})
 
 
 def shared_layer(layer: Layer, replicas: int) -> Layer:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from placer import schedule
-from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
+from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, TieBreaks
 from placer.solver import answer, costs, pipelines, ties
 from placer.solver.problem import Problem
 from placer.solver.replicas.gradient_exchange import Exchange
@@ -26,7 +26,7 @@ def found(
     choices: Sequence[Choice],
     best: Choice,
     method: str,
-    broken: Ties | None,
+    broken: TieBreaks | None,
     time_s: float,
 ) -> Placement:
     """Return the answer: the best choice's placement under the original request, with all choices.
@@ -46,7 +46,7 @@ def found(
     speedup = single.objective_value / best.value if best.value else None
     fields = {"id": request.content_hash(), "single_device": single, "speedup": speedup}
     return placement.model_copy(
-        update=fields | {"step": _step(request, choices, best, placement), "ties": broken}
+        update=fields | {"step": _step(request, choices, best, placement), "tie_breaks": broken}
     )
 
 
@@ -95,7 +95,7 @@ def bound_of(choices: Sequence[Choice]) -> float:
 def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
     """Return the reason of the choice nearest to a placement; name the choice if it matters."""
     reason, asked = choice.reason, choice.problem.request
-    if reason is None or not reason.short_bytes or len(choices) == 1:
+    if reason is None or not reason.missing_bytes or len(choices) == 1:
         return reason
     chunks = count_text(asked.chunks, "micro-batch", "micro-batches")
     which = f"the nearest choice is {chunks} of {asked.profile.batch_size} under {asked.schedule!r}"
@@ -104,7 +104,7 @@ def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
 
 def _distance(choice: Choice) -> tuple[bool, int]:
     """Return how far a choice is from a placement: its missing bytes, or more than any bytes."""
-    short = choice.reason.short_bytes if choice.reason is not None else 0
+    short = choice.reason.missing_bytes if choice.reason is not None else 0
     return not short, short
 
 
@@ -133,10 +133,10 @@ def _step(
         default=NO_EXCHANGE,
     )
     timeline = schedule.simulate(pipeline, plan)
-    in_a_row_ms, bubble = schedule.in_a_row_ms(pipeline, plan), timeline.bubble
-    if pipelines.in_a_row(problem) and in_a_row_ms > 0:
+    steady_state_ms, bubble = schedule.steady_state_ms(pipeline, plan), timeline.bubble
+    if pipelines.is_steady_state(problem) and steady_state_ms > 0:
         busy = sum(timeline.busy_ms.values()) + sum(optimizer.values())
-        bubble = 1 - busy / (in_a_row_ms * len(timeline.busy_ms))
+        bubble = 1 - busy / (steady_state_ms * len(timeline.busy_ms))
     return Step(
         batch_size=request.whole_batch_size,
         samples_per_s=1e3 * request.whole_batch_size / best.value
@@ -146,9 +146,9 @@ def _step(
         optimizer_ms=max(optimizer.values(), default=0.0),
         reduction_ms=longest.total_ms,
         reduction_hidden_ms=max(0.0, longest.hidden_ms),
-        steps=request.steps,
-        alone_ms=pipelines.alone_ms(pipeline, plan),
-        in_a_row_ms=in_a_row_ms,
+        kind=request.step_kind,
+        isolated_ms=pipelines.isolated_ms(pipeline, plan),
+        steady_state_ms=steady_state_ms,
         in_flight=plan.in_flight,
         choices=tuple(map(said, choices)),
     )

@@ -74,7 +74,7 @@ def any_placement(
     if over():
         return 0.0
     awaited_ms = _awaited_ms(problem)
-    if pipelines.in_a_row(problem):
+    if pipelines.is_steady_state(problem):
         return steady_state_bounds.any_placement(problem, nodes, awaited_ms) * (1 - ROUNDING)
     parts = itertools.takewhile(lambda _: not over(), (_spans, fill_bound.filling))
     passes = max((part(problem, nodes, awaited_ms) for part in parts), default=0.0)
@@ -118,7 +118,10 @@ def _awaited_ms(problem: Problem) -> Matrix:
     if problem.request.schedule != "zero-bubble":
         return problem.backward_ms
     return [
-        [whole - pipelines.weights_ms(problem, layer, device) for device, whole in enumerate(row)]
+        [
+            whole - pipelines.weight_grad_ms(problem, layer, device)
+            for device, whole in enumerate(row)
+        ]
         for layer, row in enumerate(problem.backward_ms)
     ]
 
@@ -154,7 +157,7 @@ class StepTable(CutTable):
     ) -> None:
         super().__init__(bottleneck, nodes, [[node] for node in range(len(nodes.nodes))], classes)
         self._asked = problem
-        self._extra = 0.0 if pipelines.in_a_row(problem) else least_optimizer(problem, nodes)
+        self._extra = 0.0 if pipelines.is_steady_state(problem) else least_optimizer(problem, nodes)
         devices, layers = range(len(problem.devices)), range(len(problem.layers))
         self._optimizer = self._sums(
             [[pipelines.optimizer_ms(problem, i, d) for d in devices] for i in layers]
@@ -278,7 +281,7 @@ class StepTable(CutTable):
         wait = fill_bound.wait_ms(self._asked, stages_left, behind, forward, backward)
         own = chunks * (forward + backward) + wait
         round_trip = np.maximum(way, there + back + chunks * (forward + awaited) + wait)
-        if not pipelines.in_a_row(self._asked):
+        if not pipelines.is_steady_state(self._asked):
             return there + own, round_trip
         own = own + self._optimizer[device][None, :] - self._optimizer[device][:, None]
         # Each direction of a link is one lane: all micro-batches of a step pass through it in turn.

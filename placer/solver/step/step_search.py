@@ -23,7 +23,7 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
-from placer.schema import Infeasibility, Placement, Ties
+from placer.schema import Infeasibility, Placement, TieBreaks
 from placer.solver import costs
 from placer.solver.bounds import memory_bounds
 from placer.solver.cpsat.runner import PER_WORK, Meter
@@ -174,7 +174,7 @@ class StepSearch(BestStep):
                 break
         self.alone_s = self._time_s() - began
 
-    def _break_ties(self) -> Ties | None:
+    def _break_ties(self) -> TieBreaks | None:
         """Look for a map with as short a step that transfers less, or is better balanced."""
         if not self.request.break_ties:
             return None
@@ -344,16 +344,16 @@ class StepSearch(BestStep):
     def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
         """Apply small changes that reduce the missing memory of devices."""
 
-        def short_bytes(devices: list[int]) -> float:
+        def missing_bytes(devices: list[int]) -> float:
             self.meter.done += 1 / PER_WORK.maps
-            return maps.short_bytes(choice.problem, devices)
+            return maps.missing_bytes(choice.problem, devices)
 
         def over() -> bool:
             return self._over(choice, share)
 
         self._offer(
             choice,
-            step_moves.climb(choice.problem, choice.nodes, start, short_bytes, over),
+            step_moves.climb(choice.problem, choice.nodes, start, missing_bytes, over),
             "small changes",
         )
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from placer.schema import Ties
+from placer.schema import TieBreaks
 from placer.solver import costs, ties
 from placer.solver.problem import SAME
 from placer.solver.step import step_bounds, step_moves
 from placer.solver.step.choices import Choice
 
 
-def broken(choice: Choice, over: Callable[[], bool]) -> Ties:
+def broken(choice: Choice, over: Callable[[], bool]) -> TieBreaks:
     """Keep the map of smallest rank that is found as the choice's own.
 
     Args:

@@ -87,10 +87,10 @@ def test_training_steps_are_in_a_row_unless_it_is_said_otherwise(run: Run) -> No
         layer.model_copy(update={"backward_ms": layer.forward_ms}) for layer in profile.layers
     ]
     trained = profile.model_copy(update={"training": True, "layers": tuple(layers)}).to_json()
-    for options, steps in (((), "in-a-row"), (("--steps", "alone"), "alone")):
+    for options, steps in (((), "steady-state"), (("--step-kind", "isolated"), "isolated")):
         answer = run("solve", "-", "--objective", "step", "--chunks", "4", *options, stdin=trained)
-        assert answer.placement.step is not None and answer.placement.step.steps == steps
-    assert run("solve", "-", "--steps", "in-a-row", stdin=trained).code == 2
+        assert answer.placement.step is not None and answer.placement.step.kind == steps
+    assert run("solve", "-", "--step-kind", "steady-state", stdin=trained).code == 2
 
 
 def test_solve_reads_stdin(run: Run, chain_file: Path) -> None:
@@ -178,8 +178,8 @@ def test_a_limit_of_work_is_handed_on(run: Run, chain_file: Path) -> None:
 
 
 def test_ties_are_broken_when_it_is_asked_for(run: Run, chain_file: Path) -> None:
-    assert run("solve", chain_file, "--break-ties").placement.ties.proven
-    assert run("solve", chain_file).placement.ties is None
+    assert run("solve", chain_file, "--break-ties").placement.tie_breaks.proven
+    assert run("solve", chain_file).placement.tie_breaks is None
 
 
 def test_min_devices_and_max_layers_are_respected(run: Run, chain_file: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_placement_tells_which_links_to_go_round(monkeypatch: pytest.MonkeyPat
     profile = placer.profile(model, x, ["cpu:0", "cpu:1"], progress=False, repeats=1)
     rules = placer.Constraints(pinned={"0": "cpu:0", "1": "cpu:1"})
     placement = placer.solve(placer.PlacementRequest(profile=profile, constraints=rules))
-    assert placement.through_host == (("cpu:0", "cpu:1"),)
+    assert placement.links_through_host == (("cpu:0", "cpu:1"),)
     routes._detours.clear()  # as in another process
     with logical_devices(2):
         flow = placer.DataFlow(model, device_ids=["cpu:0", "cpu:1"])

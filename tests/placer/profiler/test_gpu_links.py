@@ -39,14 +39,14 @@ def test_links_are_measured_under_every_load_and_to_the_host(pair: list[torch.de
         print(link)
         assert link.route == "direct"
         assert (
-            link.both_ways is not None
+            link.bidirectional is not None
             and link.computing is not None
-            and link.both_ways_computing is not None
+            and link.bidirectional_computing is not None
         )
         assert link.bandwidth_bytes_per_s > 1e9
         assert 0 <= link.latency_s < 1e-3
         # Company never makes a link faster than it is alone, but for the scatter of measurements.
-        for loaded in (link.both_ways, link.computing, link.both_ways_computing):
+        for loaded in (link.bidirectional, link.computing, link.bidirectional_computing):
             assert 1e8 < loaded.bandwidth_bytes_per_s < 1.3 * link.bandwidth_bytes_per_s
     for device in pair:
         print(device, found.ports[device])

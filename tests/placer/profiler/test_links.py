@@ -122,12 +122,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, bool, bool]
         source: torch.device,
         target: torch.device,
         *,
-        both_ways: bool = False,
+        bidirectional: bool = False,
         computing: bool = False,
     ) -> Rate:
-        if (str(source), str(target)) == ("cuda:0", "cuda:1") and both_ways:
+        if (str(source), str(target)) == ("cuda:0", "cuda:1") and bidirectional:
             raise link_probe.Changed(3, 100)
-        key = (str(source), str(target), both_ways, computing)
+        key = (str(source), str(target), bidirectional, computing)
         return rates.setdefault(
             key, Rate(bandwidth_bytes_per_s=1e9 * (1 + len(rates)), latency_s=1e-6 * len(rates))
         )
@@ -146,9 +146,9 @@ def test_each_way_is_measured_alone_both_ways_and_beside_computations(machine: A
         link.bandwidth_bytes_per_s
         == machine["cuda:1", "cuda:2", False, False].bandwidth_bytes_per_s
     )
-    assert link.both_ways == machine["cuda:1", "cuda:2", True, False]
+    assert link.bidirectional == machine["cuda:1", "cuda:2", True, False]
     assert link.computing == machine["cuda:1", "cuda:2", False, True]
-    assert link.both_ways_computing == machine["cuda:1", "cuda:2", True, True]
+    assert link.bidirectional_computing == machine["cuda:1", "cuda:2", True, True]
     assert found.ports[GPUS[2]] == Ports(
         machine["cuda:2", "cpu", False, False], machine["cpu", "cuda:2", False, False]
     )
@@ -162,7 +162,7 @@ def test_a_link_that_changes_bytes_only_under_load_has_the_rate_of_the_way_by_th
     legs = (machine["cuda:0", "cpu", False, False], machine["cpu", "cuda:1", False, False])
     expected = through_host(*legs)
     assert link.route == "host"
-    assert link.both_ways is None
+    assert link.bidirectional is None
     assert (link.latency_s, link.bandwidth_bytes_per_s) == (
         expected.latency_s,
         expected.bandwidth_bytes_per_s,
@@ -229,7 +229,7 @@ def test_links_that_differ_by_noise_are_one_and_those_of_another_way_stay_apart(
             target=f"cuda:{target}",
             bandwidth_bytes_per_s=bandwidth,
             latency_s=latency_s,
-            both_ways=rate,
+            bidirectional=rate,
         )
 
     fast = [
@@ -243,7 +243,7 @@ def test_links_that_differ_by_noise_are_one_and_those_of_another_way_stay_apart(
     assert [(one.source, one.target) for one in found] == [
         (one.source, one.target) for one in [*fast, *slow]
     ]
-    rates = [(one.bandwidth_bytes_per_s, one.latency_s, one.both_ways) for one in found]
+    rates = [(one.bandwidth_bytes_per_s, one.latency_s, one.bidirectional) for one in found]
     wanted = (410e9, 1.07e-5, Rate(bandwidth_bytes_per_s=360e9, latency_s=1.07e-5))
     assert rates[:3] == [wanted] * 3
     assert rates[3:5] == [(25.5e9, 2e-5, None)] * 2

@@ -101,7 +101,7 @@ def test_times_add_up_on_every_type_of_device(monkeypatch: pytest.MonkeyPatch) -
     last = _profiled(model, functional.cross_entropy, target).layers[-1]
     (kind,) = last.forward_ms
     assert 1e3 <= last.forward_ms[kind] < 2e3 <= last.backward_ms[kind] < 3e3 <= last.host_ms[kind]
-    assert last.weights_ms[kind] < 1e3  # a loss has none
+    assert last.weight_grad_ms[kind] < 1e3  # a loss has none
 
 
 def test_layers_that_are_alike_stay_so_but_for_the_last_one(tmp_path: Path) -> None:

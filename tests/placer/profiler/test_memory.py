@@ -226,7 +226,7 @@ def test_a_recorded_backward_pass_frees_nothing_of_what_was_kept(make_trial: Any
     # Two large gradients at a time; meanwhile what the second of the two was kept for is no longer
     # needed.
     assert found.backward_workspace_bytes == pytest.approx(large, abs=4 * small)
-    assert found.pass_workspace_bytes == pytest.approx(2 * large, abs=4 * small)
+    assert found.recorded_workspace_bytes == pytest.approx(2 * large, abs=4 * small)
 
 
 def test_a_recorded_backward_pass_makes_no_gradient_beside_the_one_that_it_adds_to(
@@ -239,7 +239,7 @@ def test_a_recorded_backward_pass_makes_no_gradient_beside_the_one_that_it_adds_
         [torch.randn(256, 256, requires_grad=True)],
     )
     found = measure_memory(trial, training=True)
-    assert found.backward_workspace_bytes >= 4 * 256 * 256 > 10 * found.pass_workspace_bytes
+    assert found.backward_workspace_bytes >= 4 * 256 * 256 > 10 * found.recorded_workspace_bytes
 
 
 def test_what_a_profile_says_of_a_recorded_pass_may_be_less_than_of_an_eager_one() -> None:
@@ -247,4 +247,4 @@ def test_what_a_profile_says_of_a_recorded_pass_may_be_less_than_of_an_eager_one
     found = placer.profile(model, torch.randn(4, 1024), training=True, progress=False)
     for layer in (found.layers[0], found.layers[2]):
         assert layer.backward_workspace_bytes >= 4 * 1024 * 1024
-        assert 0 < layer.pass_workspace_bytes < 10 * 4 * 4 * 1024
+        assert 0 < layer.recorded_workspace_bytes < 10 * 4 * 4 * 1024

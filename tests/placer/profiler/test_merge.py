@@ -90,7 +90,7 @@ def test_the_slower_time_of_one_type_and_the_larger_memory_count() -> None:
     assert {layer.saved_bytes for layer in merged.layers} == {15}
 
 
-@pytest.mark.parametrize("field", ["pass_workspace_bytes", "input_workspace_bytes"])
+@pytest.mark.parametrize("field", ["recorded_workspace_bytes", "input_grad_workspace_bytes"])
 def test_a_workspace_that_was_not_told_apart_is_that_of_an_eager_backward_pass(field: str) -> None:
     def worked(own: int, eager: int) -> Profile:
         made = profile()
@@ -105,8 +105,8 @@ def test_a_workspace_that_was_not_told_apart_is_that_of_an_eager_backward_pass(f
 
 
 def test_the_larger_share_of_an_optimizers_step_counts() -> None:
-    gpu = profile("A100", "node2", optimizer_step_share=1.0)
-    assert merge_profiles(profile(), gpu).optimizer_step_share == 1.0
+    gpu = profile("A100", "node2", optimizer_workspace_ratio=1.0)
+    assert merge_profiles(profile(), gpu).optimizer_workspace_ratio == 1.0
 
 
 def test_a_value_is_kept_where_any_type_of_device_keeps_it() -> None:
@@ -118,10 +118,11 @@ def test_the_larger_rest_beside_a_slice_of_a_gradient_counts() -> None:
     first, *others = profile().edges
     rests = ((8, "c"), (16, "c"))
     parts = [
-        first.model_copy(update={"rest_bytes": size, "rest_until": until}) for size, until in rests
+        first.model_copy(update={"retained_bytes": size, "retained_until": until})
+        for size, until in rests
     ]
     merged = merge_profiles(*(profile(edges=(part, *others)) for part in parts))
-    assert (merged.edges[0].rest_bytes, merged.edges[0].rest_until) == (16, "c")
+    assert (merged.edges[0].retained_bytes, merged.edges[0].retained_until) == (16, "c")
 
 
 def test_devices_of_several_hosts_are_named_after_them() -> None:

@@ -249,8 +249,8 @@ def test_all_of_a_gradient_is_held_while_a_slice_of_it_waits_for_an_earlier_read
     model, x = _Skip(), torch.randn(4, 3, 16, 16)
     with logical_devices(3) as places:
         found = profile(model, x, places, progress=False, repeats=1, cache=False, granularity=1)
-        [skip] = [edge for edge in found.edges if edge.rest_bytes]
-        assert (skip.source, skip.targets, skip.rest_until) == ("first", ("down", "join"), "up")
+        [skip] = [edge for edge in found.edges if edge.retained_bytes]
+        assert (skip.source, skip.targets, skip.retained_until) == ("first", ("down", "join"), "up")
         placement = _placed(found, cuts)
         held = _peaks(model, (x,), placement, training=True)
     predicted = _not_recorded(found, placement)

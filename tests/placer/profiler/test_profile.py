@@ -23,8 +23,8 @@ from placer.profiler import timing
 from placer.profiler.cpu_contention import CoreWaits
 from placer.schema import Profile
 
-TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "spread", "host_ms")
-WORKSPACES = ("forward", "backward", "pass", "input", "weights")
+TIMES = ("forward_ms", "backward_ms", "weight_grad_ms", "optimizer_ms", "spread", "host_ms")
+WORKSPACES = ("forward", "backward", "recorded", "input_grad", "weight_grad")
 
 
 def _total(profile: Profile, field: str) -> int:
@@ -268,7 +268,7 @@ def test_a_loss_that_needs_more_than_the_layer_before_it_takes_such_pieces_too(
         )
         return [
             getattr(found.layers[0], f"{name}_workspace_bytes")
-            for name in ("forward", "backward", "input")
+            for name in ("forward", "backward", "input_grad")
         ]
 
     torch.manual_seed(0)
@@ -318,11 +318,11 @@ def test_backward_passes_are_told_apart_in_halves() -> None:
     found = quick_profile(model, torch.randn(64, 256), granularity="fine", repeats=5)
     first, second, relu = found.layers
     (kind,) = first.forward_ms
-    assert 0 < first.weights_ms[kind] < first.backward_ms[kind]
-    assert 0 < second.weights_ms[kind] < second.backward_ms[kind]
-    assert (relu.weights_ms, relu.weight_half_ms(kind)) == ({}, 0.0)
-    assert second.weight_half_ms(kind) == second.weights_ms[kind]
-    untold = second.model_copy(update={"weights_ms": {}})
+    assert 0 < first.weight_grad_ms[kind] < first.backward_ms[kind]
+    assert 0 < second.weight_grad_ms[kind] < second.backward_ms[kind]
+    assert (relu.weight_grad_ms, relu.weight_half_ms(kind)) == ({}, 0.0)
+    assert second.weight_half_ms(kind) == second.weight_grad_ms[kind]
+    untold = second.model_copy(update={"weight_grad_ms": {}})
     assert untold.weight_half_ms(kind) == second.backward_ms[kind] / 2
 
 

@@ -45,7 +45,9 @@ def test_a_graph_is_profiled_as_its_model_is(training):
     def without_times(profile):
         layers = [
             layer.model_copy(
-                update={key: {} for key in ("forward_ms", "backward_ms", "weights_ms", "host_ms")}
+                update={
+                    key: {} for key in ("forward_ms", "backward_ms", "weight_grad_ms", "host_ms")
+                }
             )
             for layer in profile.layers
         ]

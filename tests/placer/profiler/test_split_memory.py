@@ -29,9 +29,9 @@ def test_the_half_by_input_of_a_linear_layer_makes_no_gradient_of_its_weight(
         make_trial(linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(OUTSIDE)])
     )
     assert halves.deferred == (4 * BATCH * OUTSIDE,)
-    assert halves.input_workspace_bytes == 4 * BATCH * (OUTSIDE + INSIDE)
+    assert halves.input_grad_workspace_bytes == 4 * BATCH * (OUTSIDE + INSIDE)
     # it adds to the gradient in place as it multiplies
-    assert halves.weights_workspace_bytes == 0
+    assert halves.weight_grad_workspace_bytes == 0
 
 
 def test_what_is_left_to_weight_passes_stays_while_the_half_by_input_goes_on(
@@ -46,7 +46,7 @@ def test_what_is_left_to_weight_passes_stays_while_the_half_by_input_goes_on(
     halves = measure_halves(make_trial(chain, [_tensor(BATCH, INSIDE)], weights))
     assert sum(halves.deferred) == 5 * 4 * BATCH * INSIDE
     # and the gradient of what the layer reads
-    assert halves.input_workspace_bytes == 6 * 4 * BATCH * INSIDE
+    assert halves.input_grad_workspace_bytes == 6 * 4 * BATCH * INSIDE
 
 
 def test_of_writes_those_are_told_whose_gradients_weight_passes_wait_with(make_trial: Any) -> None:
@@ -65,7 +65,11 @@ def test_what_was_kept_leaves_no_room_to_the_half_by_input(make_trial: Any) -> N
 
     trial = make_trial(block, [_tensor(BATCH, INSIDE)])
     memory, size = measure_memory(trial, training=True), 4 * BATCH * INSIDE
-    assert memory.input_workspace_bytes == measure_halves(trial).input_workspace_bytes == 2 * size
+    assert (
+        memory.input_grad_workspace_bytes
+        == measure_halves(trial).input_grad_workspace_bytes
+        == 2 * size
+    )
     assert memory.saved_bytes == 2 * size
 
 
@@ -78,7 +82,7 @@ def test_the_half_by_weight_holds_the_gradients_of_two_convolutions_at_a_time(
     state = [_tensor(8, 3, 3, 3), _tensor(2, 8, 1, 1)]
     halves = measure_halves(make_trial(pair, [_tensor(2, 3, 10, 10)], state))
     assert sorted(halves.deferred) == [4 * 2 * 2 * 100, 4 * 2 * 8 * 100]
-    assert halves.weights_workspace_bytes == 2 * 4 * 8 * 3 * 3 * 3
+    assert halves.weight_grad_workspace_bytes == 2 * 4 * 8 * 3 * 3 * 3
 
 
 def test_a_layer_whose_weights_cannot_wait_does_all_of_its_backward_pass_at_once(
@@ -89,9 +93,9 @@ def test_a_layer_whose_weights_cannot_wait_does_all_of_its_backward_pass_at_once
         lambda x, a, b: functional.layer_norm(x, [INSIDE], a, b), [_tensor(BATCH, INSIDE)], gain
     )
     halves = measure_halves(trial)
-    assert (halves.deferred, halves.weights_workspace_bytes) == ((), 0)
+    assert (halves.deferred, halves.weight_grad_workspace_bytes) == ((), 0)
     assert (
-        halves.input_workspace_bytes
+        halves.input_grad_workspace_bytes
         == measure_memory(trial, training=True).backward_workspace_bytes
     )
 
@@ -119,8 +123,8 @@ def test_what_refuses_to_run_backwards_twice_is_measured_by_its_input_half_alone
 
     halves = measure_halves(make_trial(block, [_tensor(2, 3, 10, 10)], [_tensor(8, 3, 1, 1)]))
     assert halves.deferred == (4 * 2 * 8 * 100,)
-    assert halves.input_workspace_bytes >= 2 * 4 * 2 * 8 * 100
-    assert halves.weights_workspace_bytes == 0
+    assert halves.input_grad_workspace_bytes >= 2 * 4 * 2 * 8 * 100
+    assert halves.weight_grad_workspace_bytes == 0
 
 
 def test_what_gradients_do_not_flow_through_takes_nothing(make_trial: Any) -> None:

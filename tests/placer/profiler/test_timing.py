@@ -70,7 +70,7 @@ def test_gradients_of_weights_that_can_wait_are_timed_apart_and_added_as_trainin
     trial = make_trial(linear, [torch.randn(2, 5, requires_grad=True)], state)
     trial.forward()
     times = measure_time(trial, training=True, repeats=2)
-    assert 0 < times.weights_ms < times.backward_ms
+    assert 0 < times.weight_grad_ms < times.backward_ms
     trial.set_gradients(present=True)
     for _ in range(2):
         trial.forward_in_halves()
@@ -94,7 +94,7 @@ def test_a_layer_without_gradients_that_can_wait_has_none_apart(make_trial: Any)
         gain,
     )
     times = measure_trial(trial, training=True, repeats=2).time
-    assert times.weights_ms == 0 < times.backward_ms
+    assert times.weight_grad_ms == 0 < times.backward_ms
 
 
 class FakeDevice:
@@ -159,7 +159,7 @@ def test_on_a_gpu_each_pass_is_timed_behind_what_a_neighbour_would_have_written(
     # autograd does not notice
     assert [trial.reads[0]._version, trial.write_gradients[0]._version] == written
     summary = timing._summary(columns, host_ms=host_ms)
-    assert (summary.forward_ms, summary.backward_ms, summary.weights_ms) == (2.0, 8.0, 5.0)
+    assert (summary.forward_ms, summary.backward_ms, summary.weight_grad_ms) == (2.0, 8.0, 5.0)
 
 
 @pytest.mark.parametrize(("slower", "longer"), [(1.1, 1.5), (1.01, 1.0)])

@@ -20,16 +20,16 @@ ALONE_MS = [3.0, 1.0, 4.0, 1.0, 5.0, 2.0]
 
 
 def _request(
-    alone_ms: Sequence[float] = ALONE_MS, training: bool = True, **options: object
+    isolated_ms: Sequence[float] = ALONE_MS, training: bool = True, **options: object
 ) -> PlacementRequest:
     layers = tuple(
         Layer(
             name=f"layer{index}",
             forward_ms={KIND: ms},
             backward_ms={KIND: 2 * ms} if training else {},
-            weights_ms={KIND: ms} if training else {},
+            weight_grad_ms={KIND: ms} if training else {},
         )
-        for index, ms in enumerate(alone_ms)
+        for index, ms in enumerate(isolated_ms)
     )
     edges = tuple(Edge(source=a.name, targets=(b.name,), bytes=8) for a, b in pairwise(layers))
     devices = tuple(
@@ -98,12 +98,12 @@ def test_the_loss_goes_to_the_layer_that_feeds_it() -> None:
         backward_ms=17.0,
         loss_forward_ms=3.0,
         loss_backward_ms=1.0,
-        weights_ms=8.0,
+        weight_grad_ms=8.0,
     )
     found = corrected(request.profile, request, [stage])
     assert _forwards(found) == pytest.approx([*ALONE_MS[:5], 2.0 + 3.0])
     assert _backwards(found) == pytest.approx([*(2 * ms for ms in ALONE_MS[:5]), 4.0 + 1.0])
-    assert [layer.weights_ms[KIND] for layer in found.layers] == pytest.approx(ALONE_MS)
+    assert [layer.weight_grad_ms[KIND] for layer in found.layers] == pytest.approx(ALONE_MS)
 
 
 def test_a_weight_half_that_was_not_measured_keeps_its_share() -> None:
@@ -111,7 +111,7 @@ def test_a_weight_half_that_was_not_measured_keeps_its_share() -> None:
     found = corrected(
         request.profile, request, [_stage("cpu:0", 0, 1, forward_ms=4.0, backward_ms=4.0)]
     )
-    assert [layer.weights_ms[KIND] for layer in found.layers] == pytest.approx(
+    assert [layer.weight_grad_ms[KIND] for layer in found.layers] == pytest.approx(
         [1.5, 0.5, *ALONE_MS[2:]]
     )
 
@@ -180,7 +180,7 @@ def test_an_exact_profile_settles_in_one_round() -> None:
     request = _request(training=False)
     machine = Machine(ALONE_MS)
     found = improve(solve(request), request, machine, solve)
-    assert found.ended == "settled"
+    assert found.stop_reason == "converged"
     assert len(found.rounds) == 1
     assert found.rounds[0].measured_value == pytest.approx(found.rounds[0].predicted_value)
     assert found.placement.status == "optimal"
@@ -197,7 +197,7 @@ def test_the_best_cut_is_found_though_the_profile_is_wrong() -> None:
     )
     assert found.placement.objective_value == pytest.approx(machine.best_ms(), rel=1e-6)
     assert found.placement.layer_devices != first.layer_devices
-    assert found.ended == "settled"
+    assert found.stop_reason == "converged"
 
 
 def test_a_round_measures_the_placement_that_the_corrected_profile_gave() -> None:
@@ -210,7 +210,7 @@ def test_a_round_measures_the_placement_that_the_corrected_profile_gave() -> Non
 def test_no_more_rounds_run_than_were_asked_for() -> None:
     request, machine = _request(training=False), Machine([9.0, 9.0, 1.0, 1.0, 1.0, 1.0])
     found = improve(solve(request), request, machine, solve, rounds=1)
-    assert (found.ended, len(machine.measured)) == ("rounds", 1)
+    assert (found.stop_reason, len(machine.measured)) == ("max-rounds", 1)
 
 
 def test_a_placement_that_comes_back_ends_the_rounds_and_the_best_is_kept() -> None:
@@ -244,7 +244,7 @@ def test_a_gain_below_the_tolerance_moves_nothing() -> None:
         Machine([5.0, 5.05, 5.04, 5.0]),
     )
     found = improve(solve(request), request, machine, solve, tolerance=0.05)
-    assert (found.ended, len(found.rounds)) == ("settled", 1)
+    assert (found.stop_reason, len(found.rounds)) == ("converged", 1)
 
 
 def test_pins_of_the_request_hold_in_every_round() -> None:

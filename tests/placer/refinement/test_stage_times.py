@@ -118,7 +118,7 @@ def test_the_halves_of_a_backward_pass_are_measured_where_the_schedule_has_them(
     )
     # what one product of matrices takes; the first layer has no gradient to hand on
     one = 2 * 8 * 16 * 16
-    assert [stage.weights_ms for stage in refined.rounds[0].stages] == [2 * one, 2 * one]
+    assert [stage.weight_grad_ms for stage in refined.rounds[0].stages] == [2 * one, 2 * one]
     assert [stage.backward_ms for stage in refined.rounds[0].stages] == [3 * one, 4 * one]
 
 

@@ -24,7 +24,7 @@ def test_links_show_what_they_carry_under_load() -> None:
         target="cuda:1",
         bandwidth_bytes_per_s=384e9,
         latency_s=18e-6,
-        both_ways=Rate(bandwidth_bytes_per_s=350e9),
+        bidirectional=Rate(bandwidth_bytes_per_s=350e9),
         computing=Rate(bandwidth_bytes_per_s=300e9),
     )
     text = explain(cluster(found))

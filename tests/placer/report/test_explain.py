@@ -10,7 +10,7 @@ from placer.schema import (
     Device,
     DeviceLoad,
     Edge,
-    Help,
+    Improvement,
     Infeasibility,
     Layer,
     Limits,
@@ -102,7 +102,7 @@ def test_the_speed_up_over_one_device_is_said() -> None:
 
 def test_a_model_too_large_for_one_device_says_how_much_is_missing() -> None:
     single = SingleDevice(
-        device="cuda:0", objective_value=22.1, fits=False, short_bytes=int(1.2 * GIB)
+        device="cuda:0", objective_value=22.1, fits=False, missing_bytes=int(1.2 * GIB)
     )
     assert "does not fit on one device: short of 1.2 GiB on cuda:0" in explain(
         placement(single_device=single)
@@ -156,8 +156,8 @@ def test_a_whole_batch_is_shown_with_the_best_that_was_not_chosen() -> None:
         batch_size=64,
         samples_per_s=4571.4,
         bubble=0.25,
-        alone_ms=15.0,
-        in_a_row_ms=14.0,
+        isolated_ms=15.0,
+        steady_state_ms=14.0,
         choices=(
             choice(4, 14.0),
             choice(8, 15.5),
@@ -199,8 +199,8 @@ def replicated(**changes: Any) -> Placement:
         bubble=0.1,
         reduction_ms=9.0,
         reduction_hidden_ms=7.0,
-        alone_ms=53.0,
-        in_a_row_ms=53.0,
+        isolated_ms=53.0,
+        steady_state_ms=53.0,
         choices=(
             choice(4, 1, 53.0, 53.0),
             choice(2, 2, 58.0, 53.0),
@@ -251,7 +251,7 @@ def test_an_infeasible_request_is_answered_in_words(shown: str) -> None:
         reason="layer 'head' needs 9.2 GiB; the largest limit is 8.0 GiB",
         layers=("head",),
         devices=("cuda:0", "cuda:1"),
-        short_bytes=int(1.2 * GIB),
+        missing_bytes=int(1.2 * GIB),
     )
     assert shown in explain(Placement(status="infeasible", objective="throughput", infeasible=why))
 
@@ -374,8 +374,10 @@ def test_links_that_differ_are_listed_and_cut_short_with_their_number() -> None:
 
 
 def test_what_limits_a_placement_and_what_would_help_is_shown_where_it_was_asked_for() -> None:
-    helps = (Help(change="2 GiB more on cuda:1", objective_value=13.1, speedup=1.07),)
-    text = explain(placement(limits=Limits(kind="memory", what="cuda:1 is full", helps=helps)))
+    improvements = (Improvement(change="2 GiB more on cuda:1", objective_value=13.1, speedup=1.07),)
+    text = explain(
+        placement(limits=Limits(kind="memory", detail="cuda:1 is full", improvements=improvements))
+    )
     assert "memory: cuda:1 is full" in row(text, "limited by")
     assert "2 GiB more on cuda:1: 13.10 ms, 1.07x" in row(text, "would help")
     assert "limited by" not in explain(placement())

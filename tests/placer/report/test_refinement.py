@@ -33,7 +33,7 @@ def _text(*stages: StageTime) -> str:
         rounds=(
             Round(placement=placement, stages=stages, predicted_value=4.0, measured_value=5.0),
         ),
-        ended="settled",
+        stop_reason="converged",
     )
     console = Console(file=io.StringIO(), width=120, no_color=True)
     with console.capture() as captured:
@@ -47,7 +47,7 @@ def test_every_stage_of_every_round_stands_beside_its_measurement() -> None:
     for cell in ("4.00 ms", "5.00 ms", "-20.0%", "0.500 ms"):
         assert cell in row
     assert "round 1     throughput: 4.00 ms predicted, 5.00 ms measured" in text
-    assert "settled: solving again moves nothing" in text
+    assert "converged: solving again moves nothing" in text
     assert "compiled" not in text
 
 

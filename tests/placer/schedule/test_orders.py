@@ -88,7 +88,9 @@ def test_an_interleaved_order_that_knows_of_transfers_runs_all_after_what_it_wai
     stages' order."""
     pipeline = data.draw(strategies.pipelines())
     count = len(pipeline.places)
-    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    times = {
+        name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weight_grad_ms")
+    }
     given_room = data.draw(st.none() | st.lists(st.integers(1, 4), min_size=count, max_size=count))
     found = plan(
         "interleaved",
@@ -172,7 +174,9 @@ def test_what_is_no_room_for_each_stage_is_refused(room):
 def test_zero_bubble_runs_every_pass_in_whatever_room_it_is_given(chunks, data, strategies, clock):
     pipeline = data.draw(strategies.pipelines(alone=True))
     count = len(pipeline.places)
-    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    times = {
+        name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weight_grad_ms")
+    }
     room = data.draw(st.lists(st.integers(1, chunks), min_size=count, max_size=count))
     found = plan(
         "zero-bubble", pipeline.places, chunks, **times, transfers=pipeline.transfers, room=room
@@ -196,7 +200,9 @@ def test_no_input_half_works_in_a_memory_that_a_weight_half_still_reads(chunks, 
     halves at once."""
     pipeline = data.draw(strategies.pipelines(alone=True))
     count = len(pipeline.places)
-    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    times = {
+        name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weight_grad_ms")
+    }
     room = data.draw(st.none() | st.lists(st.integers(1, chunks), min_size=count, max_size=count))
     found = plan(
         "zero-bubble", pipeline.places, chunks, **times, transfers=pipeline.transfers, room=room
@@ -233,7 +239,9 @@ def test_the_less_room_zero_bubble_has_the_longer_it_waits(stages, rounds):
     """Passes of 1 ms each. 1F1B waits 3 (S - 1) ms, room S - p 2 (S - 1), ZB-H1's S about (S - 1),
     2 S just that."""
     chunks, pipeline = rounds * stages, Pipeline.chain([1] * stages, [2] * stages)
-    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    times = {
+        name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weight_grad_ms")
+    }
     least = [least_in_flight("zero-bubble", stages, stage, chunks) for stage in range(stages)]
     assert least == [in_flight("1f1b", stages, stage, chunks) for stage in range(stages)]
     waits = [
@@ -262,7 +270,8 @@ def test_the_timelines_that_the_documentation_draws_are_those_that_are_simulated
     for (title, *rows), (order, backward, room) in zip(drawn, played, strict=False):
         pipeline = Pipeline.chain([1] * 3, backward)
         times = {
-            name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")
+            name: getattr(pipeline, name)
+            for name in ("forward_ms", "backward_ms", "weight_grad_ms")
         }
         found = simulate(pipeline, plan(order, pipeline.places, 4, room=room, **times))
         for stage, row in enumerate(rows):
@@ -284,7 +293,9 @@ def _drawn(timeline, stage):
 @given(chunks=st.integers(1, 9), data=st.data())
 def test_an_order_that_knows_of_transfers_makes_no_step_longer(chunks, data, strategies, clock):
     pipeline = data.draw(strategies.pipelines(alone=True))
-    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    times = {
+        name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weight_grad_ms")
+    }
     blind = plan("zero-bubble", pipeline.places, chunks, **times)
     told = plan("zero-bubble", pipeline.places, chunks, **times, transfers=pipeline.transfers)
     assert clock(pipeline, told) <= clock(pipeline, blind)
@@ -297,7 +308,9 @@ def test_an_interleaved_order_that_knows_of_transfers_makes_no_step_longer(
     chunks, data, strategies, clock
 ):
     pipeline = data.draw(strategies.pipelines())
-    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    times = {
+        name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weight_grad_ms")
+    }
     blind = plan("interleaved", pipeline.places, chunks, **times)
     told = plan("interleaved", pipeline.places, chunks, **times, transfers=pipeline.transfers)
     assert clock(pipeline, told) <= clock(pipeline, blind)
@@ -309,7 +322,9 @@ def test_an_order_that_knows_of_transfers_hides_them(clock):
     halves = (2.7, 2.8), (0.8, 0.72)
     backward = tuple(map(sum, zip(*halves, strict=True)))
     pipeline = Pipeline((0, 1), (1.9, 1.9), backward, halves[1], (Transfer(0, 1, 0.3, 0.3),))
-    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    times = {
+        name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weight_grad_ms")
+    }
     blind, told = (
         clock(pipeline, plan("zero-bubble", (0, 1), 8, **times, transfers=known))
         for known in ((), pipeline.transfers)
@@ -323,7 +338,7 @@ def test_no_pass_begins_where_one_that_somebody_waits_for_is_ready(chunks, data,
     drawn = data.draw(strategies.pipelines(alone=True))
     longer = {
         name: tuple(time + 1 for time in getattr(drawn, name))
-        for name in ("forward_ms", "weights_ms")
+        for name in ("forward_ms", "weight_grad_ms")
     }
     longer["transfers"] = tuple(
         one._replace(forward_ms=one.forward_ms + 1) for one in drawn.transfers
@@ -333,9 +348,10 @@ def test_no_pass_begins_where_one_that_somebody_waits_for_is_ready(chunks, data,
     assume(pipeline.transfers)
     room = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
     inputs = [
-        whole - half for whole, half in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)
+        whole - half
+        for whole, half in zip(pipeline.backward_ms, pipeline.weight_grad_ms, strict=True)
     ]
-    times = {"forward": pipeline.forward_ms, "backward": inputs, "weights": pipeline.weights_ms}
+    times = {"forward": pipeline.forward_ms, "backward": inputs, "weights": pipeline.weight_grad_ms}
     order = greedy(pipeline.places, times, chunks, room, pipeline.transfers)
     shown = simulate(pipeline, Plan(pipeline.places, chunks, tuple(order), tuple(room), split=True))
     ends = {(task.stage, task.phase, task.micro_batch): task.end_ms for task in shown.tasks}
@@ -460,8 +476,8 @@ def test_a_schedule_without_stages_is_refused():
 
 
 def test_times_of_another_number_of_stages_are_refused():
-    with pytest.raises(InputError, match="weights_ms has 1 entries for 2 stages"):
-        plan("zero-bubble", [0, 1], 4, weights_ms=[1.0])
+    with pytest.raises(InputError, match="weight_grad_ms has 1 entries for 2 stages"):
+        plan("zero-bubble", [0, 1], 4, weight_grad_ms=[1.0])
 
 
 @pytest.mark.parametrize("time", [-1.0, float("nan"), float("inf")])

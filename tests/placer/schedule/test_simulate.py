@@ -16,7 +16,9 @@ SIZES = st.integers(1, 7)
 
 
 def planned(pipeline, schedule, chunks, **options):
-    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    times = {
+        name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weight_grad_ms")
+    }
     return plan(schedule, pipeline.places, chunks, **times, **options)
 
 

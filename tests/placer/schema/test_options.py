@@ -86,18 +86,22 @@ def test_a_profile_is_placed_by_an_options_object() -> None:
 @pytest.mark.parametrize(
     ("options", "training", "expected"),
     [
-        (SolveOptions(), True, ("1f1b", "alone")),
-        (SolveOptions(objective="step"), True, ("auto", "in-a-row")),
-        (SolveOptions(objective="step"), False, ("auto", "alone")),
-        (SolveOptions(objective="step", training=False), True, ("auto", "alone")),
-        (SolveOptions(objective="step", steps="alone", schedule="1f1b"), True, ("1f1b", "alone")),
+        (SolveOptions(), True, ("1f1b", "isolated")),
+        (SolveOptions(objective="step"), True, ("auto", "steady-state")),
+        (SolveOptions(objective="step"), False, ("auto", "isolated")),
+        (SolveOptions(objective="step", training=False), True, ("auto", "isolated")),
+        (
+            SolveOptions(objective="step", step_kind="isolated", schedule="1f1b"),
+            True,
+            ("1f1b", "isolated"),
+        ),
     ],
 )
 def test_the_schedule_and_the_steps_depend_on_the_objective(
     options: SolveOptions, training: bool, expected: tuple[str, str]
 ) -> None:
     request = PlacementRequest.from_options(options, [profile(training=training)])
-    assert (request.schedule, request.steps) == expected
+    assert (request.schedule, request.step_kind) == expected
 
 
 def test_the_last_profile_is_the_requests_own() -> None:

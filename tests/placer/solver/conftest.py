@@ -19,7 +19,7 @@ def training_problem():
     return make_training_problem
 
 
-APART = ("deferred_bytes", "input_workspace_bytes", "weights_workspace_bytes")
+APART = ("deferred_bytes", "input_grad_workspace_bytes", "weight_grad_workspace_bytes")
 """What counts where weight passes run apart."""
 
 
@@ -37,7 +37,7 @@ def make_training_problem(random, objective="memory", schedule="fill-drain"):
             saved_bytes=random.choice(sizes),
             forward_workspace_bytes=random.choice(sizes),
             backward_workspace_bytes=random.choice(sizes),
-            pass_workspace_bytes=random.choice(sizes),
+            recorded_workspace_bytes=random.choice(sizes),
             **{field: random.choice(sizes) for field in APART if schedule == "zero-bubble"},
         )
         for name in names
@@ -52,7 +52,7 @@ def make_training_problem(random, objective="memory", schedule="fill-drain"):
         if len(targets) > 1 and random.random() < 0.7:
             *_, before, last = sorted(map(names.index, targets))
             until = random.choice(["", *names[before + 1 : last + 1]])
-            rest = {"rest_bytes": random.choice(sizes), "rest_until": until}
+            rest = {"retained_bytes": random.choice(sizes), "retained_until": until}
         crossing = {"bytes": size, "gradient_bytes": gradient, "deferred": random.random() < 0.4}
         edges.append(Edge(source=source, targets=targets, saved_by=saved_by, **crossing, **rest))
     devices = [
@@ -64,7 +64,7 @@ def make_training_problem(random, objective="memory", schedule="fill-drain"):
     ]
     cluster, share = Cluster(devices=devices, links=links), random.choice((0, 0, 1, 6))
     profile = Profile(
-        layers=layers, edges=edges, training=True, cluster=cluster, optimizer_step_share=share
+        layers=layers, edges=edges, training=True, cluster=cluster, optimizer_workspace_ratio=share
     )
     return Problem.from_request(
         PlacementRequest(

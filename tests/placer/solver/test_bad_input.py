@@ -99,25 +99,27 @@ def test_a_number_that_is_none_or_a_device_that_is_out_of_reach_is_refused(edit,
         (
             ["c"],
             "",
-            "edge from 'a': rest_bytes is for values that two layers read or more; leave it out",
+            "edge from 'a': retained_bytes is for values that two layers read or more; "
+            "leave it out",
         ),
         (
             ["b", "d"],
             "b",
-            "edge from 'a': rest_until names 'b', which does not run after the last target but one",
+            "edge from 'a': retained_until names 'b', which does not run after the last target "
+            "but one",
         ),
-        (["b", "d"], "e", "rest_until names 'e'"),
-        (["b", "d"], "z", "edge from 'a': rest_until: there is no layer 'z'"),
+        (["b", "d"], "e", "retained_until names 'e'"),
+        (["b", "d"], "z", "edge from 'a': retained_until: there is no layer 'z'"),
     ],
 )
 def test_a_rest_beside_a_slice_that_cannot_be_is_refused(targets, until, words):
-    edge = {"source": "a", "targets": targets, "bytes": 5, "rest_bytes": 7}
+    edge = {"source": "a", "targets": targets, "bytes": 5, "retained_bytes": 7}
     content = {"layers": [{"name": name, "forward_ms": {"t": 1.0}} for name in "abcde"]}
     assert Profile.model_validate(
-        content | {"edges": [edge | {"targets": ["b", "d"], "rest_until": "c"}]}
+        content | {"edges": [edge | {"targets": ["b", "d"], "retained_until": "c"}]}
     )
     with pytest.raises(InputError) as refused:
-        Profile.model_validate(content | {"edges": [edge | {"rest_until": until}]})
+        Profile.model_validate(content | {"edges": [edge | {"retained_until": until}]})
     assert words in str(refused.value)
 
 

@@ -45,7 +45,7 @@ def test_few_maps_that_all_lack_bytes_are_told_to_be_none(huge, objective, conti
     problem = Problem.from_request(replace_objective(request))
     assert all(costs.judged(problem, devices) is None for devices in product(range(3), repeat=5))
     placement = solve(request)
-    assert placement.status == "infeasible" and placement.infeasible.short_bytes > 0
+    assert placement.status == "infeasible" and placement.infeasible.missing_bytes > 0
     assert "no placement keeps every device within its memory" in placement.infeasible.reason
 
 

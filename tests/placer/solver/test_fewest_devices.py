@@ -73,7 +73,7 @@ def test_links_that_are_missing_do_not_make_those_that_are_there_free(chain):
     links = [link for link in request.placed_on.links if {link.source, link.target} != {"d1", "d2"}]
     cluster = request.placed_on.model_copy(update={"links": tuple(links)})
     why = solve(request.model_copy(update={"cluster": cluster})).infeasible
-    assert "bottleneck_ms = 1.5" in why.requirements and why.smallest
+    assert "bottleneck_ms = 1.5" in why.requirements and why.minimal
 
 
 def test_the_number_of_devices_may_be_bounded_too(chain):

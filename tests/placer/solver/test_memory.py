@@ -38,7 +38,7 @@ def memory(
         edges=edges,
         training=training,
         cluster=cluster,
-        optimizer_step_share=share,
+        optimizer_workspace_ratio=share,
         **ties,
     )
     asked = PlacementRequest(
@@ -136,8 +136,8 @@ def test_what_is_left_to_weight_passes_stays_while_the_layers_before_run_backwar
     left = {"deferred_bytes": {"a": 4, "b": 6}}
     assert apart("xx", [], **left) == (10, 0)
     # a works in 20, of which 4 stay, while the 6 of b are there
-    assert apart("xx", [], input_workspace_bytes={"a": 20, "b": 8}, **left) == (26, 0)
-    assert apart("xx", [], input_workspace_bytes={"a": 4, "b": 50}, **left) == (50, 0)
+    assert apart("xx", [], input_grad_workspace_bytes={"a": 20, "b": 8}, **left) == (26, 0)
+    assert apart("xx", [], input_grad_workspace_bytes={"a": 4, "b": 50}, **left) == (50, 0)
 
 
 def test_a_gradient_that_weight_passes_wait_with_needs_no_other_place_where_it_arrives():
@@ -159,7 +159,7 @@ ROW = [
 KEPT = {"saved_bytes": dict.fromkeys("abcd", 40), "deferred_bytes": dict.fromkeys("abcd", 30)}
 WORKS = {
     "backward_workspace_bytes": dict.fromkeys("abcd", 7),
-    "weights_workspace_bytes": dict.fromkeys("abcd", 5),
+    "weight_grad_workspace_bytes": dict.fromkeys("abcd", 5),
 }
 
 
@@ -234,7 +234,7 @@ def test_zero_bubble_has_no_use_for_more_room_than_two_micro_batches_a_stage():
 
 
 def test_weight_passes_of_all_micro_batches_work_in_the_same_memory():
-    assert apart("xx", [], chunks=3, weights_workspace_bytes={"a": 7, "b": 9}) == (0, 9)
+    assert apart("xx", [], chunks=3, weight_grad_workspace_bytes={"a": 7, "b": 9}) == (0, 9)
 
 
 def test_the_optimizer_has_the_memory_of_passes_that_are_over_but_none_that_recorded_passes_keep():
@@ -249,7 +249,7 @@ def test_a_gradient_that_is_to_be_sent_is_there_until_the_backward_pass_is_over(
     edges = [Edge(source="a", targets=["d"], bytes=100, gradient_bytes=10)]
     # a made it elsewhere; d's part of its gradient is there while b and c work; all at once it was
     # sent before
-    assert apart("yxxx", edges, input_workspace_bytes={"b": 7, "c": 5})[0] == 100 + 17
+    assert apart("yxxx", edges, input_grad_workspace_bytes={"b": 7, "c": 5})[0] == 100 + 17
     assert memory("yxxx", edges, backward_workspace_bytes={"b": 7, "c": 5}).total_bytes == 100 + 0
 
 
@@ -312,7 +312,13 @@ def test_what_is_sent_is_in_its_layers_workspace_and_then_stays_until_the_pass_i
 def test_the_rest_of_a_storage_is_held_while_a_slice_of_it_waits_for_the_reader_before():
     # f's part of the gradient of a's value, 10, is a slice of a storage of 10 + 7; b's is added
     # when b has run.
-    read = {"source": "a", "targets": ["b", "f"], "bytes": 0, "gradient_bytes": 10, "rest_bytes": 7}
+    read = {
+        "source": "a",
+        "targets": ["b", "f"],
+        "bytes": 0,
+        "gradient_bytes": 10,
+        "retained_bytes": 7,
+    }
     whole = [Edge(**read)]
     sizes = {"backward_workspace_bytes": {"c": 3, "e": 2}}
     assert memory("xxxxxx", whole, **sizes).total_bytes == 10 + 7 + 3
@@ -325,7 +331,7 @@ def test_the_rest_of_a_storage_is_held_while_a_slice_of_it_waits_for_the_reader_
     assert memory("yyxyxx", whole, **sizes).total_bytes == 0 + 3
     # e made the rest, whose gradient counts for itself until e has run; then all of it is held for
     # f's.
-    later = [Edge(**read, rest_until="e")]
+    later = [Edge(**read, retained_until="e")]
     assert memory("xxxxxx", later, **sizes).total_bytes == 10 + 7 + 3
     assert (
         memory("xxxxxx", later, backward_workspace_bytes={"e": 30, "d": 3}).total_bytes == 10 + 30

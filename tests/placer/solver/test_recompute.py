@@ -33,10 +33,10 @@ def requests(draw, row):
             saved_bytes=draw(SIZE),
             forward_workspace_bytes=draw(SIZE),
             backward_workspace_bytes=draw(SIZE),
-            pass_workspace_bytes=draw(SIZE),
+            recorded_workspace_bytes=draw(SIZE),
             deferred_bytes=draw(SIZE),
-            input_workspace_bytes=draw(SIZE),
-            weights_workspace_bytes=draw(SIZE),
+            input_grad_workspace_bytes=draw(SIZE),
+            weight_grad_workspace_bytes=draw(SIZE),
         )
         for name in names
     ]
@@ -52,7 +52,7 @@ def requests(draw, row):
                 bytes=draw(SIZE),
                 gradient_bytes=draw(SIZE),
                 saved_by=sorted(keepers),
-                rest_bytes=draw(SIZE) if len(targets) > 1 else 0,
+                retained_bytes=draw(SIZE) if len(targets) > 1 else 0,
             )
         )
     limit = draw(st.sampled_from([12, 18, 25, 40]))
@@ -352,7 +352,7 @@ def test_what_fits_as_it_is_is_not_called_too_large_where_recomputing_takes_more
         "saved_bytes": 12,
         "forward_workspace_bytes": 1,
         "backward_workspace_bytes": 5,
-        "input_workspace_bytes": 1,
+        "input_grad_workspace_bytes": 1,
     }
     layer = Layer(name="l", forward_ms={"t": 1.0}, backward_ms={"t": 2.0}, **sizes)
     cluster = Cluster(devices=[Device(name="d", type="t", memory_bytes=15)])

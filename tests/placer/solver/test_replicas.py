@@ -126,7 +126,7 @@ def one_pipeline(request, count):
 
 def step_request(**asked):
     """Eight layers of 3 ms on four devices, and 8 micro-batches."""
-    given = {"devices": 4, "chunks": 8, "grad_bytes": LARGE, "steps": "in-a-row"}
+    given = {"devices": 4, "chunks": 8, "grad_bytes": LARGE, "step_kind": "steady-state"}
     given = {"memory_bytes": 10_000 * MB} | given | asked
     return row([1.0] * 8, **given, replicas="auto")
 
@@ -270,7 +270,7 @@ def test_a_stage_is_cut_into_pieces_of_about_equal_gradients():
 def test_reductions_take_the_rates_of_links_that_are_busy_both_ways():
     slow = Rate(bandwidth_bytes_per_s=1e9)
     request = step_request(schedule="1f1b")
-    links = [link.model_copy(update={"both_ways": slow}) for link in request.cluster.links]
+    links = [link.model_copy(update={"bidirectional": slow}) for link in request.cluster.links]
     cluster = request.cluster.model_copy(update={"links": tuple(links)})
     slower = solve(request.model_copy(update={"cluster": cluster}))
     assert slower.objective_value > solve(request).objective_value
@@ -321,7 +321,7 @@ def test_the_referee_refuses_shares_that_cannot_be(members, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["reduction_ms", "reduction_hidden_ms", "optimizer_ms", "alone_ms"]
+    "name", ["reduction_ms", "reduction_hidden_ms", "optimizer_ms", "isolated_ms"]
 )
 def test_the_referee_refuses_other_times_of_the_exchange(name):
     request = step_request(schedule="1f1b", optimizer_ms=0.5)

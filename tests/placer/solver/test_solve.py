@@ -54,7 +54,7 @@ def test_layers_that_have_no_choice_are_not_searched(chain, objective):
 def test_a_single_device_that_is_too_small_says_how_much_is_short(chain):
     placement = solve(chain([1.0] * 4, param_bytes=300, memory_bytes=1_000))
     assert not placement.single_device.fits
-    assert placement.single_device.short_bytes == 200
+    assert placement.single_device.missing_bytes == 200
 
 
 def test_the_bottleneck_is_marked(chain):

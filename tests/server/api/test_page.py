@@ -300,14 +300,14 @@ def test_what_would_help_is_found_out_when_asked(page):
     )
     page.until("document.querySelectorAll('#current .node').length === 4")
     page.click("#explain")
-    page.until("document.querySelector('#current .helps')")
+    page.until("document.querySelector('#current .improvements')")
     request = PlacementRequest.model_validate(
         examples.requests()["throughput"]["value"] | {"chunks": 4, "explain": True}
     )
     stored = httpx.get(f"{page.url}/v1/placements/{request.content_hash()}").json()
     assert page.text("#current .why") == f"Limited by {stored['limits']['what']}."
-    assert page.run("return document.querySelectorAll('#current .helps li').length") == len(
-        stored["limits"]["helps"]
+    assert page.run("return document.querySelectorAll('#current .improvements li').length") == len(
+        stored["limits"]["improvements"]
     )
 
 
@@ -591,7 +591,7 @@ def test_a_whole_batch_is_asked_for_and_back(page):
 @needs_chromium
 def test_a_whole_batch_of_a_training_loop_becomes_another_objective(page):
     """The kind of step stayed in the request, which only objective "step" accepts."""
-    drop(page, trained(objective="step", schedule="auto", steps="in-a-row", chunks=8))
+    drop(page, trained(objective="step", schedule="auto", step_kind="steady-state", chunks=8))
     page.until("document.querySelectorAll('#current .node').length === 4")
     page.set("#objective", "latency")
     page.until("document.querySelector('#current .facts')?.textContent.includes('One sample')")

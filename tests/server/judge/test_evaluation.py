@@ -141,7 +141,7 @@ def test_a_map_that_does_not_fit_says_how_many_bytes_are_short():
     # devices of 2 GiB. A value that is kept, one that is sent, and its gradient take 16 MiB each.
     found = evaluate(example("infeasible"), EVEN)
     assert [fault.kind for fault in found.faults] == ["out-of-memory"] * 2
-    assert found.faults[0].short_bytes == 4 * 2**30 + 3 * 2**24
+    assert found.faults[0].missing_bytes == 4 * 2**30 + 3 * 2**24
 
 
 def test_placements_with_replicas_are_no_maps_to_compare():

@@ -126,15 +126,15 @@ def test_what_is_shown_follows_the_placement_for_every_objective_and_schedule_st
         placement.chunks,
         placement.training,
     )
-    assert shown.step_ms == pytest.approx(reading.alone_ms)
+    assert shown.step_ms == pytest.approx(reading.isolated_ms)
     assert shown.single_device_ms == pytest.approx(single_device_ms(request, placement))
     drawn = [(one.stage, one.phase, one.micro_batch) for one in shown.passes]
     assert sorted(drawn) == sorted(
         (one.stage, one.phase, one.micro_batch) for one in reading.plan.issue
     )
     if placement.step is not None:
-        assert shown.step_ms == pytest.approx(placement.step.alone_ms)
-        if placement.step.steps == "alone":
+        assert shown.step_ms == pytest.approx(placement.step.isolated_ms)
+        if placement.step.kind == "isolated":
             assert shown.step_ms == pytest.approx(placement.objective_value)
             assert shown.bubble == pytest.approx(placement.step.bubble)
     slices = [event for event in json.loads(trace(shown))["traceEvents"] if event["ph"] == "X"]
@@ -160,7 +160,7 @@ def test_a_schedule_that_is_not_the_best_for_its_map_is_the_one_that_is_shown(or
     }
     assert shown.schedule == order
     assert ("weights" in {one.phase for one in shown.passes}) == (order == "zero-bubble")
-    assert shown.step_ms == pytest.approx(placement.step.alone_ms)
+    assert shown.step_ms == pytest.approx(placement.step.isolated_ms)
     assert shown.step_ms == pytest.approx(step_ms[order])
 
 
@@ -211,8 +211,8 @@ def test_of_a_stopped_answer_the_batch_that_it_describes_is_shown(model, stops):
     placement = solved(request, stops)
     shown = timeline(request, placement)
     # it was left out of what was shown
-    assert placement.step.optimizer_ms > 0.01 * placement.step.alone_ms
-    assert shown.step_ms == pytest.approx(placement.step.alone_ms)
+    assert placement.step.optimizer_ms > 0.01 * placement.step.isolated_ms
+    assert shown.step_ms == pytest.approx(placement.step.isolated_ms)
     assert max(one.optimizer_ms for one in shown.devices) == pytest.approx(
         placement.step.optimizer_ms
     )

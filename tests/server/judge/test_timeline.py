@@ -60,7 +60,7 @@ def test_of_replicas_the_first_pipeline_is_shown_with_its_exchange():
         grad_bytes=100_000_000,
         memory_bytes=410_000_000,
         optimizer_ms=0.5,
-        steps="alone",
+        step_kind="isolated",
         replicas="auto",
     )
     placement = default_solver(request)
@@ -117,7 +117,7 @@ def test_the_order_that_memory_has_room_for_is_the_one_that_is_shown():
     # where memory is short, 3, 2 and 1
     assert placement.step.in_flight == (6, 6, 6)
     shown = timeline(asked, placement)
-    assert shown.step_ms == pytest.approx(placement.step.alone_ms - placement.step.optimizer_ms)
+    assert shown.step_ms == pytest.approx(placement.step.isolated_ms - placement.step.optimizer_ms)
 
 
 def test_of_a_million_micro_batches_the_first_are_shown():

@@ -96,7 +96,7 @@ def _difference(
         None if needs and assumption agree.
     """
     kept, kept_then = sum(map(state.bytes, parameters)), load.memory.optimizer_bytes
-    passing, passing_then = 0, int(assumed.optimizer_step_share * load.memory.grad_bytes)
+    passing, passing_then = 0, int(assumed.optimizer_workspace_ratio * load.memory.grad_bytes)
     # CPUs step parameters one by one. Placements of earlier versions do not state temporaries.
     if (
         device is not None

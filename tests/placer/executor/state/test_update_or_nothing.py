@@ -32,7 +32,7 @@ OTHER = Placement(
     schedule="zero-bubble",
     recompute=("cpu:1",),
     batch_options=BatchOptions(reduction="sum"),
-    through_host=(("cpu:0", "cpu:2"),),
+    links_through_host=(("cpu:0", "cpu:2"),),
 )
 """It changes every setting of the flow below, moves each of its layers, and adds a device and a
 detour."""

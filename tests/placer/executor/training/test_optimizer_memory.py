@@ -163,7 +163,7 @@ def test_temporaries_that_the_placement_assumed_and_the_optimizer_does_not_make_
 ) -> None:
     """On a device whose memory is counted, as a GPU's is; the host steps parameters one by one."""
     model = _model()
-    placement = _placed(model, "adam").model_copy(update={"optimizer_step_share": 1.0})
+    placement = _placed(model, "adam").model_copy(update={"optimizer_workspace_ratio": 1.0})
     flow, optimizer = _flow(model, placement), torch.optim.Adam(model.parameters())
     monkeypatch.setattr(devices, "counts_bytes", lambda device: True)
     (said,) = _said(flow, optimizer)
@@ -183,7 +183,7 @@ def test_on_gpus_the_temporaries_of_the_real_optimizer_are_assumed(fused: bool) 
     names, model = ["cuda:0", "cuda:1"], _model()
     kinds: dict[bool, dict[str, bool]] = {True: {"fused": True}, False: {"foreach": True}}
     placement = _placed(model, partial(torch.optim.Adam, **kinds[fused]), names)
-    assert placement.optimizer_step_share == pytest.approx(0.0 if fused else 1.0, abs=0.01)
+    assert placement.optimizer_workspace_ratio == pytest.approx(0.0 if fused else 1.0, abs=0.01)
     flow = _flow(model, placement, names)
     assert _said(flow, torch.optim.Adam(model.parameters(), **kinds[fused])) == []
     (said,) = _said(flow, torch.optim.Adam(model.parameters(), **kinds[not fused]))

@@ -35,7 +35,7 @@ def test_nothing_meets_the_group_and_something_meets_every_smaller_one(request):
     asked = conflict.requirements([Problem.from_request(request)])
     words = [requirement.words for requirement in asked]
     group = [words.index(text) for text in placement.infeasible.requirements]
-    assert group and placement.infeasible.smallest
+    assert group and placement.infeasible.minimal
     met = met_sets(request, asked, placement.contiguous)
     assert not any(numbers >= set(group) for numbers in met)
     for smaller in itertools.combinations(range(len(asked)), len(group) - 1):

@@ -87,7 +87,7 @@ def test_nothing_meets_the_group_and_something_meets_every_smaller_one(request):
     met = met_sets(request, asked)
     assert not any(numbers >= set(range(len(asked))) for numbers in met)
     assert not group or not any(numbers >= group for numbers in met)
-    if placement.infeasible.smallest:
+    if placement.infeasible.minimal:
         assert group
         for smaller in itertools.combinations(range(len(asked)), len(group) - 1):
             assert any(numbers >= set(smaller) for numbers in met)
@@ -98,11 +98,11 @@ def test_a_schedule_that_keeps_stages_together_and_pins_that_go_round_are_named(
     why = solve(
         chain([1] * 3, objective="step", chunks=2, schedule="1f1b", constraints=rules)
     ).infeasible
-    assert why.smallest and len(why.requirements) == 4 and "contiguous" in why.requirements[-1]
+    assert why.minimal and len(why.requirements) == 4 and "contiguous" in why.requirements[-1]
 
 
 def test_memory_that_no_choice_makes_do_names_the_device_and_the_choice_that_comes_nearest(chain):
     request = chain([1, 1], devices=1, param_bytes=600, objective="step", chunks=2, schedule="auto")
     why = solve(request).infeasible
-    assert why.requirements == ("'d0' holds at most 1000 B",) and why.smallest
-    assert why.short_bytes == pytest.approx(200)
+    assert why.requirements == ("'d0' holds at most 1000 B",) and why.minimal
+    assert why.missing_bytes == pytest.approx(200)

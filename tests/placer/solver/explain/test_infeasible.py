@@ -13,7 +13,7 @@ def reason(request):
 
 def test_a_layer_that_fits_nowhere_is_named_with_what_is_short(chain):
     why = reason(chain([1, 1, 1], param_bytes=[10, 2048, 10], memory_bytes=1024))
-    assert why.layers == ("l1",) and why.short_bytes == 1024
+    assert why.layers == ("l1",) and why.missing_bytes == 1024
     assert (
         why.reason == "layer 'l1' needs 2.0 KiB; the largest limit is 1.0 KiB (d0): 1.0 KiB short"
     )
@@ -22,13 +22,13 @@ def test_a_layer_that_fits_nowhere_is_named_with_what_is_short(chain):
 def test_layers_kept_together_that_fit_nowhere_are_named(chain):
     rules = Constraints(colocated=(("l0", "l1"),))
     why = reason(chain([1, 1, 1], param_bytes=600, memory_bytes=1000, constraints=rules))
-    assert why.layers == ("l0", "l1") and why.short_bytes == 200
+    assert why.layers == ("l0", "l1") and why.missing_bytes == 200
     assert "kept together" in why.reason
 
 
 def test_a_model_larger_than_all_devices_says_what_is_short_in_all(chain):
     why = reason(chain([1] * 5, param_bytes=500, memory_bytes=1000))
-    assert why.short_bytes == 500 and why.devices == ("d0", "d1")
+    assert why.missing_bytes == 500 and why.devices == ("d0", "d1")
     assert "in all" in why.reason
 
 
@@ -42,14 +42,14 @@ def test_fewer_devices_allowed_count_with_their_memory_alone(chain):
             constraints=Constraints(max_devices=2),
         )
     )
-    assert why.short_bytes == 4 * 500 - 2 * 700
+    assert why.missing_bytes == 4 * 500 - 2 * 700
 
 
 def test_layers_that_cannot_be_packed_say_how_near_the_nearest_is(chain):
     # 3 layers of 600 on two devices of 1000: the total, 1800, is below 2000, but some device gets
     # two of them
     why = reason(chain([1] * 3, param_bytes=600, memory_bytes=1000))
-    assert why.short_bytes == 200
+    assert why.missing_bytes == 200
     assert "200 B short" in why.reason
 
 

@@ -10,7 +10,7 @@ from placer.solver.solve import solve
 
 
 def changes(placement):
-    return {help.change: help.speedup for help in placement.limits.helps}
+    return {help.change: help.speedup for help in placement.limits.improvements}
 
 
 def test_nothing_is_explained_unless_asked_for(chain):
@@ -19,14 +19,14 @@ def test_nothing_is_explained_unless_asked_for(chain):
 
 def test_a_device_more_shares_the_work(chain):
     placement = solve(chain([1.0] * 12, devices=3, explain=True))
-    assert placement.limits.kind == "work"
+    assert placement.limits.kind == "compute"
     assert changes(placement)["one device more"] == pytest.approx(4 / 3)
 
 
 def test_one_long_layer_is_what_limits_and_no_change_helps(chain):
     placement = solve(chain([1.0, 9.0, 1.0], devices=3, explain=True))
-    assert placement.limits.kind == "layer" and "l1" in placement.limits.what
-    assert placement.limits.helps == ()
+    assert placement.limits.kind == "layer" and "l1" in placement.limits.detail
+    assert placement.limits.improvements == ()
 
 
 def test_links_limit_where_transfers_outweigh_compute(chain):
@@ -49,7 +49,7 @@ def test_memory_limits_where_more_of_it_is_faster(chain):
 
 def test_one_device_alone_can_be_explained(chain):
     placement = solve(chain([1.0] * 4, devices=1, explain=True))
-    assert placement.limits.kind == "work"
+    assert placement.limits.kind == "compute"
 
 
 def test_limits_that_were_not_asked_for_are_caught(chain):
@@ -62,9 +62,9 @@ def test_limits_that_were_not_asked_for_are_caught(chain):
 def test_a_help_that_does_not_add_up_is_caught(chain):
     request = chain([1.0] * 12, devices=3, explain=True)
     placement = solve(request)
-    help = placement.limits.helps[0]
+    help = placement.limits.improvements[0]
     wrong = placement.limits.model_copy(
-        update={"helps": (help.model_copy(update={"speedup": 2 * help.speedup}),)}
+        update={"improvements": (help.model_copy(update={"speedup": 2 * help.speedup}),)}
     )
     with pytest.raises(PlacementError, match="speedup"):
         check(request, placement.model_copy(update={"limits": wrong}))
@@ -75,7 +75,7 @@ def test_the_largest_memory_is_less_with_a_device_more(chain):
         chain([1.0] * 6, param_bytes=100, devices=2, objective="memory", explain=True)
     )
     assert placement.limits.kind == "memory"
-    assert placement.limits.what == "d0 holds 300 B, 300 B of it for parameters"
+    assert placement.limits.detail == "d0 holds 300 B, 300 B of it for parameters"
     assert changes(placement)["one device more"] == pytest.approx(3 / 2)
 
 
@@ -86,8 +86,8 @@ def test_fewer_devices_do_where_each_may_be_busy_longer(chain):
     )
     assert placement.objective_value == 4
     assert (
-        placement.limits.kind == "work"
-        and "12 ms in all; a device may be busy for 3.7 ms" in placement.limits.what
+        placement.limits.kind == "compute"
+        and "12 ms in all; a device may be busy for 3.7 ms" in placement.limits.detail
     )
     assert changes(placement) == {"bottleneck_ms = 4.07": pytest.approx(4 / 3)}
 
@@ -99,7 +99,7 @@ def test_memory_can_be_what_asks_for_more_devices(chain):
     placement = solve(request)
     assert (
         placement.limits.kind == "memory"
-        and placement.limits.what == "memory: without its limits 1 instead of 4"
+        and placement.limits.detail == "memory: without its limits 1 instead of 4"
     )
 
 

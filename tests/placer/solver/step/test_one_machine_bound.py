@@ -49,7 +49,7 @@ def tied(draw):
     times = st.lists(MS, min_size=count, max_size=count)
     forward, awaited, weights = draw(times), draw(times), draw(times)
     layers = [
-        Layer(name=name, forward_ms={"a": f}, backward_ms={"a": b + w}, weights_ms={"a": w})
+        Layer(name=name, forward_ms={"a": f}, backward_ms={"a": b + w}, weight_grad_ms={"a": w})
         for name, f, b, w in zip(names, forward, awaited, weights, strict=True)
     ]
     pairs = list(itertools.combinations(names, 2))

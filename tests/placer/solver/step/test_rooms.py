@@ -33,7 +33,12 @@ def test_every_stage_has_the_most_room_for_which_its_device_has_memory(
 ):
     assume(request.is_training)
     devices = tuple(device.model_copy(update={"memory_bytes": limit}) for device in request.devices)
-    changes = {"objective": objective, "schedule": "zero-bubble", "profiles": (), "steps": "alone"}
+    changes = {
+        "objective": objective,
+        "schedule": "zero-bubble",
+        "profiles": (),
+        "step_kind": "isolated",
+    }
     changes |= {"chunks": 6 // request.profile.batch_size, "batch_size": None, "training": True}
     changes |= {"bottleneck_ms": 50.0 if objective == "devices" else None}
     changes |= {"cluster": request.placed_on.model_copy(update={"devices": devices})}
@@ -58,14 +63,16 @@ def test_every_stage_has_the_most_room_for_which_its_device_has_memory(
 
 
 @examples(60)
-@given(request=requests(contiguous=True), steps=st.sampled_from(["alone", "in-a-row"]))
-def test_a_step_takes_what_a_clock_says_with_the_rooms_that_were_chosen(request, steps):
+@given(request=requests(contiguous=True), step_kind=st.sampled_from(["isolated", "steady-state"]))
+def test_a_step_takes_what_a_clock_says_with_the_rooms_that_were_chosen(request, step_kind):
     # The clock is a third reading beside the simulation and the referee, which the solver has
     # asked.
     assume(request.is_training)
-    placement = solve(request.model_copy(update={"schedule": "zero-bubble", "steps": steps}))
+    placement = solve(
+        request.model_copy(update={"schedule": "zero-bubble", "step_kind": step_kind})
+    )
     assume(placement.layer_devices)
-    played = Steps(request.model_copy(update={"schedule": "zero-bubble", "steps": steps}))
+    played = Steps(request.model_copy(update={"schedule": "zero-bubble", "step_kind": step_kind}))
     found = [
         played.step(pipeline, plan)
         for every, where in played.maps()

@@ -19,28 +19,37 @@ from placer.solver.solve import solve
 CONTIGUOUS = Constraints(contiguous=True)
 
 
-def in_a_row(times_ms, **asked):
+def steady_state_request(times_ms, **asked):
     """Return a request for steady-state steps; half of a backward pass is for weights."""
-    usual = {"grad_bytes": 1, "optimizer_ms": 0.0, "steps": "in-a-row", "constraints": CONTIGUOUS}
+    usual = {
+        "grad_bytes": 1,
+        "optimizer_ms": 0.0,
+        "step_kind": "steady-state",
+        "constraints": CONTIGUOUS,
+    }
     return row(times_ms, **(usual | asked))
 
 
 def test_under_zero_bubble_a_step_takes_what_the_busiest_device_has_to_do():
     placement = solve(
-        in_a_row([1.0] * 4, devices=4, chunks=8, schedule="zero-bubble", optimizer_ms=0.5)
+        steady_state_request(
+            [1.0] * 4, devices=4, chunks=8, schedule="zero-bubble", optimizer_ms=0.5
+        )
     )
     assert placement.objective_value == pytest.approx(8 * 3 + 0.5)
     assert placement.status == "optimal"
 
 
 def test_a_long_row_is_proven_under_zero_bubble():
-    placement = solve(in_a_row([1.0, 2.0, 3.0] * 12, devices=4, chunks=8, schedule="zero-bubble"))
+    placement = solve(
+        steady_state_request([1.0, 2.0, 3.0] * 12, devices=4, chunks=8, schedule="zero-bubble")
+    )
     assert placement.objective_value == pytest.approx(8 * 3 * 18, rel=1e-6)
     assert placement.status == "optimal"
 
 
 def test_under_1f1b_the_first_stage_ends_last_so_that_nothing_is_won():
-    placement = solve(in_a_row([1.0] * 4, devices=4, chunks=8, schedule="1f1b"))
+    placement = solve(steady_state_request([1.0] * 4, devices=4, chunks=8, schedule="1f1b"))
     assert placement.objective_value == pytest.approx((8 + 3) * 3)
     assert placement.status == "optimal"
 
@@ -48,17 +57,22 @@ def test_under_1f1b_the_first_stage_ends_last_so_that_nothing_is_won():
 def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to_fill():
     # 4 of 2 ms a layer take 48 in a row and 52 alone; 8 of 1.02 ms fill in half the time: 48.96 and
     # 51.
-    small = in_a_row([1.02] * 4).profile
+    small = steady_state_request([1.02] * 4).profile
     chosen = {}
-    for steps in ("alone", "in-a-row"):
-        large = in_a_row([2.0] * 4, size=2, batch_size=8, schedule="auto", steps=steps)
+    for step_kind in ("isolated", "steady-state"):
+        large = steady_state_request(
+            [2.0] * 4, size=2, batch_size=8, schedule="auto", step_kind=step_kind
+        )
         placement = solve(large.model_copy(update={"profiles": (small,)}))
-        chosen[steps] = (
+        chosen[step_kind] = (
             placement.chunks,
             placement.schedule,
             pytest.approx(placement.objective_value),
         )
-    assert chosen == {"alone": (8, "zero-bubble", 51.0), "in-a-row": (4, "zero-bubble", 48.0)}
+    assert chosen == {
+        "isolated": (8, "zero-bubble", 51.0),
+        "steady-state": (4, "zero-bubble", 48.0),
+    }
 
 
 @examples(160)
@@ -66,19 +80,19 @@ def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to
     tenths=st.lists(st.integers(1, 9), min_size=4, max_size=12),
     devices=st.integers(2, 4),
     chunks=st.integers(2, 9),
-    steps=st.sampled_from(["alone", "in-a-row"]),
+    step_kind=st.sampled_from(["isolated", "steady-state"]),
 )
-def test_equal_times_from_other_sums_are_no_other_step(tenths, devices, chunks, steps):
+def test_equal_times_from_other_sums_are_no_other_step(tenths, devices, chunks, step_kind):
     # Stages of tenths of a millisecond tie in many ways; ``solve`` raises if the referee orders
     # passes otherwise.
     times = [tenth / 10 for tenth in tenths]
     solve(
-        in_a_row(
+        steady_state_request(
             times,
             devices=devices,
             chunks=chunks,
             schedule="zero-bubble",
-            steps=steps,
+            step_kind=step_kind,
             work_limit=0.2,
         )
     )
@@ -91,7 +105,7 @@ def test_links_that_differ_by_direction_are_told_of_the_devices_that_are_returne
     chance = random.Random(seed)
     times = [chance.randint(1, 1000) / 100 for _ in range(chance.randint(4, 24))]
     chunks, schedule = chance.choice([4, 8]), chance.choice(["zero-bubble", "auto"])
-    asked = in_a_row(times, chunks=chunks, schedule=schedule, work_limit=0.5)
+    asked = steady_state_request(times, chunks=chunks, schedule=schedule, work_limit=0.5)
     sizes = [chance.randint(1, 1000) for _ in asked.profile.edges]
     edges = [
         edge.model_copy(update={"bytes": size, "gradient_bytes": size})
@@ -106,35 +120,38 @@ def test_links_that_differ_by_direction_are_told_of_the_devices_that_are_returne
     assert solve(asked.model_copy(update={"profile": profile, "cluster": cluster})).step is not None
 
 
-@pytest.mark.parametrize("steps", ["alone", "in-a-row"])
-def test_both_times_are_told_whichever_is_made_short(steps):
+@pytest.mark.parametrize("step_kind", ["isolated", "steady-state"])
+def test_both_times_are_told_whichever_is_made_short(step_kind):
     placement = solve(
-        in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble", optimizer_ms=1.0, steps=steps)
+        steady_state_request(
+            [1.0] * 4, chunks=4, schedule="zero-bubble", optimizer_ms=1.0, step_kind=step_kind
+        )
     )
     step = placement.step
-    assert (step.steps, step.optimizer_ms) == (steps, 2.0)
-    assert step.alone_ms == pytest.approx(4 * 6 + 2 + 2)
-    assert step.in_a_row_ms == pytest.approx(4 * 6 + 2)
+    assert (step.kind, step.optimizer_ms) == (step_kind, 2.0)
+    assert step.isolated_ms == pytest.approx(4 * 6 + 2 + 2)
+    assert step.steady_state_ms == pytest.approx(4 * 6 + 2)
     assert (
-        placement.objective_value == {"alone": step.alone_ms, "in-a-row": step.in_a_row_ms}[steps]
+        placement.objective_value
+        == {"isolated": step.isolated_ms, "steady-state": step.steady_state_ms}[step_kind]
     )
     assert step.samples_per_s == pytest.approx(1e3 * 4 / placement.objective_value)
 
 
 def test_devices_that_never_wait_have_no_bubble():
     assert solve(
-        in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble")
+        steady_state_request([1.0] * 4, chunks=4, schedule="zero-bubble")
     ).step.bubble == pytest.approx(0, abs=1e-9)
 
 
 def test_one_device_alone_is_as_fast_in_a_row():
-    placement = solve(in_a_row([1.0] * 4, chunks=4, schedule="auto", optimizer_ms=0.5))
+    placement = solve(steady_state_request([1.0] * 4, chunks=4, schedule="auto", optimizer_ms=0.5))
     assert placement.single_device.objective_value == pytest.approx(4 * 12 + 2)
 
 
-@pytest.mark.parametrize("field", ["alone_ms", "in_a_row_ms", "optimizer_ms"])
+@pytest.mark.parametrize("field", ["isolated_ms", "steady_state_ms", "optimizer_ms"])
 def test_a_time_that_is_not_what_is_claimed_is_refused(field):
-    request = in_a_row([1.0, 2.0, 3.0], chunks=4, schedule="auto", optimizer_ms=1.0)
+    request = steady_state_request([1.0, 2.0, 3.0], chunks=4, schedule="auto", optimizer_ms=1.0)
     placement = solve(request)
     false = placement.step.model_copy(update={field: getattr(placement.step, field) * 0.99})
     with pytest.raises(PlacementError, match=f"step.{field}"):
@@ -142,19 +159,24 @@ def test_a_time_that_is_not_what_is_claimed_is_refused(field):
 
 
 def test_a_step_alone_is_no_answer_for_one_in_a_row():
-    request = in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble", steps="alone")
+    request = steady_state_request(
+        [1.0] * 4, chunks=4, schedule="zero-bubble", step_kind="isolated"
+    )
     placement = solve(request)
-    other = request.model_copy(update={"steps": "in-a-row"})
+    other = request.model_copy(update={"step_kind": "steady-state"})
     with pytest.raises(PlacementError, match="objective_value"):
         check(other, placement.model_copy(update={"id": other.content_hash()}))
 
 
 def test_other_objectives_know_no_steps_in_a_row():
     with pytest.raises(
-        InputError, match="steps: only objective 'step' chooses it; the objective is 'throughput'"
+        InputError,
+        match="step_kind: only objective 'step' chooses it; the objective is 'throughput'",
     ):
         PlacementRequest(
-            profile=in_a_row([1.0]).profile, cluster=in_a_row([1.0]).cluster, steps="in-a-row"
+            profile=steady_state_request([1.0]).profile,
+            cluster=steady_state_request([1.0]).cluster,
+            step_kind="steady-state",
         )
 
 

@@ -26,7 +26,7 @@ def test_where_memory_does_for_no_choice_the_one_that_comes_nearest_is_named():
     why = solve(
         row([1.0] * 2, saved_bytes=10, memory_bytes=15, chunks=4, schedule="auto")
     ).infeasible
-    assert why.short_bytes == 20 - 15
+    assert why.missing_bytes == 20 - 15
     assert "5 B short; " in why.reason and "4 micro-batches of 1 under '1f1b'" in why.reason
 
 
@@ -34,4 +34,4 @@ def test_where_there_is_one_choice_none_is_said_to_come_nearest():
     why = solve(
         row([1.0] * 2, devices=1, saved_bytes=10, memory_bytes=15, chunks=4, schedule="1f1b")
     ).infeasible
-    assert why.short_bytes == 5 and "nearest" not in why.reason
+    assert why.missing_bytes == 5 and "nearest" not in why.reason

@@ -37,7 +37,7 @@ def asked(
             name=name,
             forward_ms={"a": there, "b": 2 * there},
             backward_ms={"a": back, "b": back},
-            weights_ms={} if weights is None else {"a": weights[index], "b": weights[index]},
+            weight_grad_ms={} if weights is None else {"a": weights[index], "b": weights[index]},
             optimizer_ms={} if optimizer is None else {"a": optimizer[index], "b": 1.0},
         )
         for index, (name, there, back) in enumerate(zip(names, forward, backward, strict=True))
@@ -87,7 +87,7 @@ def rows(draw):
         edges=edges,
         kinds=draw(st.lists(st.sampled_from("ab"), min_size=devices, max_size=devices)),
         optimizer=draw(st.one_of(st.none(), times)),
-        steps=draw(st.sampled_from(["alone", "in-a-row"])),
+        step_kind=draw(st.sampled_from(["isolated", "steady-state"])),
         training=draw(st.sampled_from([True, True, False])),
     )
 
@@ -284,9 +284,9 @@ def test_under_zero_bubble_a_stage_waits_with_room_for_two_micro_batches_a_stage
         assert bound <= costs.evaluate(choice.problem, devices).objective_value
 
 
-@pytest.mark.parametrize("steps", ["alone", "in-a-row"])
+@pytest.mark.parametrize("step_kind", ["isolated", "steady-state"])
 def test_after_its_last_gradients_the_first_stage_has_a_weight_half_and_its_optimizer(
-    steps,
+    step_kind,
 ):
     # Three stages, the middle one busiest: 1 + 4 * (4 + 4) there, 1 for gradients, then 1, 1 and 3
     # on the first.
@@ -299,7 +299,7 @@ def test_after_its_last_gradients_the_first_stage_has_a_weight_half_and_its_opti
             "zero-bubble",
             weights=[1.0, 0.0, 1.0],
             optimizer=[3.0, 0.0, 0.0],
-            steps=steps,
+            step_kind=step_kind,
         )
     )
     bound_of = {tuple(found): bound for bound, found in table.cuts()}

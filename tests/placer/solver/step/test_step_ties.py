@@ -33,9 +33,9 @@ def test_of_a_row_no_cut_with_as_short_a_step_has_a_smaller_rank(request):
     placement = solve(request)
     assume(placement.layer_devices)
     transfer, spread = min(ranks_as_good(request, placement))
-    assert placement.ties.proven
-    assert placement.ties.transfer_ms == pytest.approx(transfer, abs=1e-9)
-    assert placement.ties.spread_ms == pytest.approx(spread, abs=1e-9)
+    assert placement.tie_breaks.proven
+    assert placement.tie_breaks.transfer_ms == pytest.approx(transfer, abs=1e-9)
+    assert placement.tie_breaks.imbalance_ms == pytest.approx(spread, abs=1e-9)
 
 
 @SETTINGS
@@ -45,9 +45,9 @@ def test_a_rank_that_is_said_to_be_proven_is_the_smallest(request):
     placement = solve(request)
     check(request, placement)
     assume(placement.layer_devices)
-    found = placement.ties.transfer_ms, placement.ties.spread_ms
+    found = placement.tie_breaks.transfer_ms, placement.tie_breaks.imbalance_ms
     least = min(ranks_as_good(request, placement))
-    if placement.ties.proven:
+    if placement.tie_breaks.proven:
         assert found == pytest.approx(least, abs=1e-9)
     assert least[0] <= found[0] + 1e-9
 
@@ -74,4 +74,4 @@ def test_ties_are_broken_of_the_best_step_not_of_each_small_bottleneck_on_the_wa
     # so that no cut of a row will do
     rules = Constraints(colocated=(("l0", "l13"),))
     placement = solve(row([1.0] * 14, constraints=rules, break_ties=True, **asked))
-    assert placement.ties is not None
+    assert placement.tie_breaks is not None
