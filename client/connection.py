@@ -7,7 +7,7 @@ import os
 import httpx
 
 from placer.errors import InputError, kind_of
-from placer.schema import SCHEMA_VERSION
+from placer.schema.versions import VERSIONS
 
 TIMEOUT_S = 10.0
 RETRIES = 4
@@ -17,7 +17,7 @@ HEADERS = {
     "Content-Type": "application/json",
     "Accept": "application/json, application/problem+json,"
     " text/event-stream;q=0.9, text/html;q=0.8",
-    "Placer-Schema-Version": SCHEMA_VERSION,
+    "Placer-Schema-Version": ", ".join(VERSIONS),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -18,9 +19,8 @@ from pydantic import (
 
 from placer.errors import InputError
 from placer.schema.faults import first_fault, nearest
-
-SCHEMA_VERSION: Literal["1"] = "1"
-"""Version of every wire type; readers reject other versions."""
+from placer.schema.versions import SCHEMA_VERSION as SCHEMA_VERSION
+from placer.schema.versions import upgraded, upgraded_json, validated
 
 MERGED = "+"
 """Separator in names of merged layers, which depended on one another in both directions."""
@@ -100,21 +100,27 @@ class Wire(BaseModel):
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         """Return the object from decoded JSON or from an instance; ``options`` are pydantic's.
 
+        JSON of an older version is upgraded.
+
         Raises:
             InputError: as for the constructor, or if ``obj`` is not a dictionary.
         """
+        validate = partial(super().model_validate, **options)
         with _told(cls):
-            return super().model_validate(obj, **options)
+            return validated(validate, obj, lambda content: upgraded(content, cls))
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
         """Return the object from JSON; ``options`` are pydantic's.
 
+        JSON of an older version is upgraded.
+
         Raises:
             InputError: as for the constructor, or if the text is not JSON.
         """
+        validate = partial(super().model_validate_json, **options)
         with _told(cls):
-            return super().model_validate_json(json_data, **options)
+            return validated(validate, json_data, lambda text: upgraded_json(text, cls))
 
 
 @contextmanager
@@ -129,6 +135,8 @@ def _told(kind: type[BaseModel]) -> Iterator[None]:
 def read_json(kind: type[M], text: str | bytes, *, strict: bool = False) -> M:
     """Return ``kind`` from JSON, with pydantic's own error, for callers that report every fault.
 
+    JSON of an older version is upgraded.
+
     Args:
         kind: the type to read.
         text: the JSON.
@@ -137,7 +145,8 @@ def read_json(kind: type[M], text: str | bytes, *, strict: bool = False) -> M:
     Raises:
         ValidationError: pydantic's error with all locations.
     """
-    read: M = kind.__pydantic_validator__.validate_json(text, strict=strict or None)
+    validate = partial(kind.__pydantic_validator__.validate_json, strict=strict or None)
+    read: M = validated(validate, text, lambda older: upgraded_json(older, kind))
     return read
 
 

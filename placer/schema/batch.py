@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,7 +21,7 @@ class Batch(Wire):
         requests: each a PlacementRequest after ``shared`` is filled in.
     """
 
-    schema_version: str = SCHEMA_VERSION
+    schema_version: Literal["2"] = SCHEMA_VERSION
     shared: dict[str, Any] = {}
     requests: Annotated[tuple[dict[str, Any], ...], Field(min_length=1, max_length=MAX_REQUESTS)]
 

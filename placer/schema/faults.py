@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from placer.schema.versions import RENAMED, SCHEMA_VERSION, VERSIONS
+
 MAX_TEXT = 400
 
 # Number of known names to list if none is similar.
@@ -237,10 +239,24 @@ def _described(error: _Error) -> FieldFault:
     elif kind == "extra_forbidden":
         text = f"there is no such field{nearest(str(place[-1]), error.at.known)}"
     elif place and place[-1] == "schema_version" and kind == "literal_error":
-        text = f"version {clip(repr(given), 40)} is not known here; this Placer reads version '1'"
+        text = _version_fault(given)
     elif kind != "value_error" and isinstance(given, (str, int, float, bool, type(None))):
         text = f"{text}, not {clip(_shown(given), 60)}"
     return FieldFault(place, clip(f"its name {text}" if error.at.is_key else text))
+
+
+def _version_fault(given: Any) -> str:
+    if isinstance(given, str) and given in RENAMED:
+        # the readers upgrade an older version before they validate it
+        return (
+            f"{given!r} is an older version; model_validate and model_validate_json upgrade it, "
+            f"and the constructor takes {SCHEMA_VERSION!r}"
+        )
+    known = " and ".join(map(repr, VERSIONS))
+    return (
+        f"version {clip(repr(given), 40)} is not known here; this Placer reads versions {known}: "
+        "upgrade Placer, or write one of these"
+    )
 
 
 def _shown(given: str | int | float | bool | None) -> str:

@@ -335,9 +335,10 @@ class Profile(Wire):
 
     def to_json(self) -> str:
         """Return the profile as compact JSON with one layer, edge, device or link per line."""
+        # the version comes first, so that readers and people see it without the rest
         return _lines(
-            self.model_dump(mode="json", exclude_defaults=True)
-            | {"schema_version": self.schema_version}
+            {"schema_version": self.schema_version}
+            | self.model_dump(mode="json", exclude_defaults=True)
         )
 
 

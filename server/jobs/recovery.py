@@ -34,7 +34,7 @@ def _checked(job: SolveJob, reason: str, settings: Settings) -> Solved | None:
     """Return the reported placement after a check in a worker, or None if it is invalid."""
     assert job.best is not None
     job.worker = Worker(
-        SolveTask(RecoveredSolver(job.best, reason)),
+        SolveTask(RecoveredSolver(job.best, reason), job.id),
         job.payload,
         limit_s=RECOVERY_S,
         grace_s=settings.stop_grace_s,

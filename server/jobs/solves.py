@@ -78,7 +78,7 @@ class Solves(Runner[SolveJob]):
     ) -> None:
         super().__init__(settings, store, metrics, settings.workers, settings.queue)
         self._peers = peers
-        self._task = SolveTask(solver)
+        self._solver = solver
         writers = _WRITERS if store.database.remote else 1
         # Threads of their own: accepting a request must not wait for a worker's thread.
         self._writers = ThreadPoolExecutor(writers, thread_name_prefix="placer-accept")
@@ -272,7 +272,7 @@ class Solves(Runner[SolveJob]):
             loop.call_soon_threadsafe(job.record_progress, incumbent, bound)
 
         return Worker(
-            self._task,
+            SolveTask(self._solver, job.id),
             job.payload,
             report,
             # The solver should stop by itself at its time limit; the worker's limit is a safeguard.

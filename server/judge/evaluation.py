@@ -122,7 +122,12 @@ def _request_of(stored: Sequence[StoredPlacement]) -> PlacementRequest:
 
 def _known_best(request: PlacementRequest, stored: Sequence[StoredPlacement]) -> Placement | None:
     key = request.content_hash()
-    found = [Placement.model_validate_json(one.placement) for one in stored if one.id == key]
+    # An answer to a request of an older schema version has another id than the request has today.
+    found = [
+        Placement.model_validate_json(one.placement)
+        for one in stored
+        if one.id == key or read_request(one.request).content_hash() == key
+    ]
     return found[0] if found and found[0].objective_value is not None else None
 
 

@@ -5,6 +5,9 @@
 
 An accepted request stays in ``jobs`` until it is answered, so that the next start, or another
 replica, finds it after a crash. ``replicas`` describes how services share the jobs.
+
+Rows of an older schema version stay as they are, under the ids that they were written with, and are
+upgraded whenever they are read.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
+
+from placer.schema import Placement, PlacementRequest, Profile
+from placer.schema.versions import stored_json
 
 from .database import StoreError, open_database
 from .lru_cache import LruCache
@@ -162,7 +168,7 @@ class Store:
         row = self._first_row(_ANSWER, key)
         if row is None:
             return None
-        answer = Answer(*row)
+        answer = Answer(stored_json(row.placement, Placement), row.complete, row.version)
         self._cache(key, answer)
         return answer
 
@@ -217,7 +223,8 @@ class Store:
     ) -> Answer:
         before = connection.execute(_BEFORE, {"key": key}).one_or_none()
         if before is not None and is_worse(answer.version, summary, before):
-            kept = Answer(before.placement, before.complete or answer.complete, before.version)
+            placement = stored_json(before.placement, Placement)
+            kept = Answer(placement, before.complete or answer.complete, before.version)
             connection.execute(
                 sa.update(placements).where(placements.c.id == key).values(complete=kept.complete)
             )
@@ -315,7 +322,7 @@ class Store:
     def profile(self, key: str) -> bytes | None:
         """Return a profile as JSON by its content hash, or None if no placement of it is kept."""
         row = self._first_row(_PROFILE, key)
-        return row[0] if row else None
+        return stored_json(row[0], Profile) if row else None
 
     def accept_graph(self, key: str, node: str, body: bytes) -> None:
         """Write a graph before its client learns that it was accepted."""
@@ -373,7 +380,7 @@ class Store:
     def measured(self, key: str) -> bytes | None:
         """Return a measured profile by the hash of its request, or None."""
         row = self._first_row(_MEASURED, key)
-        return row[0] if row else None
+        return stored_json(row[0], Profile) if row else None
 
     def put_node(self, name: str, cluster: bytes) -> float:
         """Store a node's devices, and return the time in seconds since 1970."""
@@ -397,7 +404,10 @@ class Store:
     def request(self, key: str) -> bytes | None:
         """Return the PlacementRequest of an answer as JSON, or None if it is not kept."""
         row = self._first_row(_REQUEST, key)
-        return b'{"profile": %s, %s' % (row[1], row[0][1:]) if row else None
+        if row is None:
+            return None
+        question = stored_json(row.question, PlacementRequest)
+        return b'{"profile": %s, %s' % (stored_json(row.profile, Profile), question[1:])
 
     def search(
         self, text: str, filters: dict[str, str], before: int, limit: int

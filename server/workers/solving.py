@@ -40,10 +40,16 @@ class Solved(NamedTuple):
 
 
 class SolveTask:
-    """Task that parses a PlacementRequest, solves it and serializes the Placement."""
+    """Task that parses a PlacementRequest, solves it and serializes the Placement.
 
-    def __init__(self, solver: Solver) -> None:
-        self._solver = solver
+    Args:
+        solver: Function that solves the request.
+        key: Id of the placement: the hash of the request in the schema version in which it was
+            accepted.
+    """
+
+    def __init__(self, solver: Solver, key: str) -> None:
+        self._solver, self._key = solver, key
 
     def __call__(self, payload: bytes, report: Report, stop: threading.Event) -> Solved:
         """Run the task; see ``Task``."""
@@ -55,7 +61,7 @@ class SolveTask:
             reporter.report(found)
 
         placement = self._solver(request, progress=progress, stop=stop)
-        placement = placement.model_copy(update={"id": request.content_hash()})
+        placement = placement.model_copy(update={"id": self._key})
         profile = json.dumps(_without_defaults(request.profile)).encode()
         question = json.dumps(_without_defaults(request, exclude={"profile"})).encode()
         summary = json.dumps(summary_of(request, placement)).encode()
