@@ -6,8 +6,8 @@
 An accepted request stays in ``jobs`` until it is answered, so that the next start, or another
 replica, finds it after a crash. ``replicas`` describes how services share the jobs.
 
-Rows of an older schema version stay as they are, under the ids that they were written with, and are
-upgraded whenever they are read.
+Rows of an older schema version are not rewritten. They keep their ids, and are upgraded whenever
+they are read.
 """
 
 from __future__ import annotations

@@ -424,8 +424,7 @@ def placements(draw: st.DrawFn) -> Placement:
             )
         ),
         tie_breaks=draw(
-            st.none()
-            | st.builds(TieBreaks, transfer_ms=MS, imbalance_ms=MS, proven=st.booleans())
+            st.none() | st.builds(TieBreaks, transfer_ms=MS, imbalance_ms=MS, proven=st.booleans())
         ),
         limits=draw(
             st.none()

@@ -18,9 +18,11 @@ from placer_server.settings import Settings
 from placer_server.workers.solving import SolveTask
 from placer_server.workers.worker import Crashed, Killed, MemoryExceeded, Refused, Worker
 
+KEY = "0" * 32
+
 
 def worker(solver, body, limit_s=30.0, grace_s=1.0, report=lambda *_: None):
-    return Worker(SolveTask(solver), body, report, limit_s=limit_s, grace_s=grace_s)
+    return Worker(SolveTask(solver, KEY), body, report, limit_s=limit_s, grace_s=grace_s)
 
 
 @pytest.fixture
@@ -162,7 +164,7 @@ def test_a_worker_ends_when_its_service_is_killed(tmp_path, solvers):
         "from placer_server.workers.worker import Worker\n"
         "body = json.dumps(examples.requests()['throughput']['value']).encode()\n"
         "def report(*values): print('running', flush=True)\n"
-        "Worker(SolveTask(solvers_for_tests.until_stopped), body, report, limit_s=60, "
+        "Worker(SolveTask(solvers_for_tests.until_stopped, 'a'), body, report, limit_s=60, "
         "grace_s=1).run()\n"
     )
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
@@ -195,7 +197,7 @@ def test_a_service_whose_workers_may_take_too_little_is_not_ready_and_says_what_
 
 def test_a_worker_that_has_no_room_to_begin_names_the_setting(solvers, body, capfd):
     small = Worker(
-        SolveTask(solvers.quick),
+        SolveTask(solvers.quick, KEY),
         body,
         lambda *_: None,
         limit_s=30,
