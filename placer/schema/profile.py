@@ -395,7 +395,8 @@ def _lines(content: dict[str, Any], depth: int = 0) -> str:
         if isinstance(value, dict) and any(isinstance(item, list) for item in value.values()):
             text = _lines(value, depth + 1)
         elif isinstance(value, list) and value:
-            text = "[\n" + ",\n".join(f"{pad}{_tight(item)}" for item in value) + f"\n{pad}]"
+            # no deeper than the list: a profile has many hundred rows
+            text = "[\n" + ",\n".join(f"{pad[1:]}{_tight(item)}" for item in value) + f"\n{pad}]"
         else:
             text = _tight(value)
         rows.append(f"{pad}{json.dumps(key)}: {text}")

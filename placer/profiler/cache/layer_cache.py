@@ -81,7 +81,9 @@ class Remembered:
         entry = cache.read("layers", self._key(layer))
         try:
             known = _ENTRIES.validate_python(entry["measurement"])
-            return known if entry["repeats"] >= self._repeats else None
+            # pydantic ignores unknown fields, such as the names of an earlier version
+            is_same = _ENTRIES.dump_python(known, mode="json") == entry["measurement"]
+            return known if is_same and entry["repeats"] >= self._repeats else None
         except (ValidationError, KeyError, TypeError):
             return None
 

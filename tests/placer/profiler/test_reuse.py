@@ -132,6 +132,23 @@ def test_several_batch_sizes_are_known_together(take: Any, monkeypatch: pytest.M
     assert take(chain(*SIZES), batch_sizes=(2, 4)) == first
 
 
+def test_an_entry_with_the_names_of_an_earlier_version_is_measured_again(
+    take: Any, counted: list[str], tmp_path: Path
+) -> None:
+    first = take(chain(*SIZES), training=True)
+    cache = Cache(tmp_path / "cache")
+    for path in entries(tmp_path):
+        content = cache.read("layers", path.stem)
+        time, memory = (content["measurement"][part] for part in ("time", "memory"))
+        time["weights_ms"] = time.pop("weight_grad_ms")
+        memory["pass_workspace_bytes"] = memory.pop("recorded_workspace_bytes")
+        cache.write("layers", path.stem, content)
+    counted.clear()
+    again = take(chain(*SIZES), training=True)
+    assert len(counted) == len(SIZES) - 1
+    assert [layer.name for layer in again.layers] == [layer.name for layer in first.layers]
+
+
 def test_a_graph_that_cannot_be_read_is_captured_again(take: Any, tmp_path: Path) -> None:
     first = take(chain(*SIZES))
     cache = Cache(tmp_path / "cache")
