@@ -80,15 +80,10 @@ class Stages:
         """Return the time of each stage for one micro-batch.
 
         Raises:
-            InputError: if the placement has replicated stages, the model rejects the inputs, or its
-                parameters differ in size from the profile's.
+            InputError: if the model rejects the inputs, or its parameters differ in size from the
+                profile's.
             ProfilingError: if the model cannot be captured, so its stages cannot run separately.
         """
-        if placement.replicas:
-            raise InputError(
-                "the stages of this placement are replicated, and refine measures stages on one "
-                "device each; give a placement without `replicas`"
-            )
         model = self._model
         places = [devices.parse(name) for name in dict.fromkeys(placement.layer_devices.values())]
         with (
