@@ -49,7 +49,7 @@ from placer.devices.recording import (
     side_by_side,
     warm_libraries,
 )
-from placer.devices.rng_state import Repeated, keep_random_state
+from placer.devices.rng_state import Repeated, keep_random_state, set_apart
 from placer.devices.routes import (
     HOST,
     detour,
@@ -189,6 +189,7 @@ __all__ = [
     "require",
     "resolve",
     "same",
+    "set_apart",
     "set_detours",
     "shared_lane",
     "side_by_side",

@@ -25,6 +25,27 @@ def keep_random_state(devices: Sequence[torch.device]) -> Iterator[None]:
         yield
 
 
+def set_apart(devices: Sequence[torch.device]) -> None:
+    """Give devices whose generators have one seed other seeds, so that they draw other numbers.
+
+    ``torch.manual_seed`` seeds all devices alike. The first device keeps its seed, and the others'
+    seeds follow from it.
+
+    Args:
+        devices: those that draw for equal layers; stand-ins share one generator and are left alone.
+    """
+    if len(devices) < 2 or any(device.type != "cuda" for device in devices):
+        return
+    generators = [torch.cuda.default_generators[device.index or 0] for device in devices]
+    seeds: set[int] = set()
+    for number, generator in enumerate(generators):
+        seed = generator.initial_seed()
+        if seed in seeds:
+            seed = (generators[0].initial_seed() + _APART * number) & _MASK
+            generator.manual_seed(seed)
+        seeds.add(seed)
+
+
 class Repeated:
     """The random numbers of one pass, replayed for a second pass.
 

@@ -225,6 +225,11 @@ class _Placed:
             how = 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ())
             return cls(named, *how, options or DEFAULT_OPTIONS)
         placement = placing(given)
+        if placement.replicas:
+            raise PlacementError(
+                "the placement has replicated stages, which placer.distributed does not run; give "
+                "one without `replicas`, or run this one in one process, by DataFlow.update_flow"
+            )
         return cls(
             placement.layer_devices,
             placement.chunks if chunks is None else chunks,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from threading import RLock
@@ -54,6 +54,7 @@ from placer.executor.placed_model import PlacedModel
 from placer.executor.settings import Settings
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.placed_weights import PlacedWeights
+from placer.executor.state.replication import Replication
 from placer.executor.state.state_copies import Copies
 from placer.executor.training.optimizer.optimizer_memory import warn_of_other_memory
 from placer.executor.training.optimizer.optimizer_update import Optimizers, Update
@@ -240,7 +241,11 @@ class DataFlow(nn.Module):
         """
         settings = self.settings
         # an edited map has no memory assumptions
-        changes: dict[str, Any] = {"layer_gpus": settings.layer_gpus, "assumed": None}
+        changes: dict[str, Any] = {
+            "layer_gpus": settings.layer_gpus,
+            "assumed": None,
+            "replication": settings.replication,
+        }
         granularity, detours = settings.granularity, list[Any]()
         if placement is not None:
             found = _placement(placement)
@@ -252,10 +257,16 @@ class DataFlow(nn.Module):
                 f"layer_gpus is {layer_gpus!r}; give a map of layer names to devices"
             )
         places = self._known_places(layer_gpus)
+        replication: Replication = changes["replication"]
+        _refuse_partly_replicated(places.values(), replication)
+        assignment = Assignment(places, settings.output_device, replication)
+        if not self.enable_clone:
+            assignment.divide(self.module)
+        used = [*settings.devices, *places.values(), *replication.every_device()]
         return changes | {
             "granularity": granularity_for_map(granularity, places),
-            "devices": list(dict.fromkeys([*settings.devices, *places.values()])),
-            "assignment": Assignment(places, settings.output_device),
+            "devices": list(dict.fromkeys(used)),
+            "assignment": assignment,
         }, detours
 
     def _adopted(self, placement: Placement) -> dict[str, Any]:
@@ -279,6 +290,7 @@ class DataFlow(nn.Module):
             "schedule": placement.schedule,
             "recompute": list(placement.recompute),
             "in_flight": stated if has_rooms else (),
+            "replication": Replication.from_placement(placement, self.settings.device),
         }
 
     def _known_places(self, layer_gpus: Mapping[str, DeviceLike]) -> dict[str, torch.device]:
@@ -651,6 +663,17 @@ def _refuse_step_options(
             "batch_options with step=: a step has the options that train_step was given; "
             "leave them out here"
         )
+
+
+def _refuse_partly_replicated(places: Collection[torch.device], replication: Replication) -> None:
+    """Raise a PlacementError if only some devices of a map have replicas."""
+    if replication.count > 1:
+        for place in dict.fromkeys(places):
+            if place not in replication.devices:
+                raise PlacementError(
+                    f"layer_gpus names {place}, which has no replicas, unlike the other devices of "
+                    "the placement: use its devices only, or undo() first"
+                )
 
 
 def _placement(given: Placement | Mapping[str, Any]) -> Placement:

@@ -53,8 +53,8 @@ def measure_step(
         profile: the prediction is made from it; None for no prediction.
 
     Raises:
-        InputError: the model runs through hooks, the profile is of other layers, or gradients of an
-            earlier step wait.
+        InputError: the model runs through hooks, the profile is of other layers, gradients of an
+            earlier step wait, or there is a profile and stages are replicated.
     """
     if step.placed.gradients_wait:
         raise InputError(
@@ -64,6 +64,10 @@ def measure_step(
     pipeline, tensors, goals = step.pipeline(inputs, target, chunks)
     if pipeline is None:
         raise _not_captured(step.placed)
+    if profile is not None and pipeline.pipelines > 1:
+        raise InputError(
+            "the timeline of replicated stages is not predicted; leave profile out to measure it"
+        )
     with restored(pipeline.graph, pipeline.lanes):
         pipeline.prepare(tensors, goals)
         for _ in range(WARM_UPS):

@@ -153,7 +153,7 @@ class PlacedModel:
         assert self.assignment is not None
         graph = self.captures.graph(capture, self._settings.granularity)
         graph, places = stage_by_stage(graph, self.assignment.of_layers(graph))
-        self.weights.settle(graph, places, self.captures.state())
+        self.weights.settle(graph, places, self.captures.state(), self._settings.replication)
         return graph, places
 
     def current_state(self, graph: LayerGraph) -> StateLookup:
@@ -167,7 +167,11 @@ class PlacedModel:
         if capture not in self._plans:
             graph, places = self.layers(capture)
             self._drop_outdated_plans()  # if that moved state
-            parts = segments(graph, places, self.weights.lookup(graph), self.weights.copies.get)
+            # With replicas most parameters are elsewhere. In training a call is rare, and copies of
+            # them would stay beside those that a training step has.
+            replicated = self._settings.replication.count > 1
+            make_copy = None if replicated and self.module.training else self.weights.copies.get
+            parts = segments(graph, places, self.weights.lookup(graph), make_copy)
             self._plans[capture] = graph, with_checkpoints(parts, capture.exported.checkpoints)
         return self._plans[capture]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -213,6 +213,7 @@ def segments(
     places: Sequence[torch.device],
     lookup: StateLookup,
     make_copy: MakeCopy | None = None,
+    starts: Collection[int] = (),
 ) -> list[Segment]:
     """Divide a layer graph into segments.
 
@@ -221,6 +222,7 @@ def segments(
         places: the device of each.
         lookup: returns the tensors of a layer's state.
         make_copy: copies foreign state to a device, once; None to move it for every micro-batch.
+        starts: numbers of layers with which a further segment begins.
     """
     last_read = {
         name: index
@@ -234,8 +236,9 @@ def segments(
             forget[index].append(name)
     spread = set(spread_state(graph, places))
     result: list[Segment] = []
-    for layer, device, names in zip(graph.layers, places, forget, strict=True):
-        if not result or result[-1].device != device:
+    rows = zip(graph.layers, places, forget, strict=True)
+    for index, (layer, device, names) in enumerate(rows):
+        if not result or result[-1].device != device or index in starts:
             result.append(Segment(device))
         state = [lookup(name, device) for name in layer.state]
         foreign = tuple(

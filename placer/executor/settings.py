@@ -14,6 +14,7 @@ from placer.capture.granularity import Granularity
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError
 from placer.executor.state.assignment import Assignment
+from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.schema import BatchOptions, Placement, Schedule
 from placer.utils.user_warnings import warn
 
@@ -37,6 +38,7 @@ class Settings:
         schedule: the order of micro-batches in training, by default.
         recompute: devices that run forward again in their backward passes.
         in_flight: for each segment, the maximum number of micro-batches in flight.
+        replication: the pipelines that share each micro-batch.
     """
 
     devices: list[torch.device]
@@ -51,6 +53,7 @@ class Settings:
     schedule: Schedule = "1f1b"
     recompute: list[DeviceLike] = field(default_factory=list)
     in_flight: Sequence[int] = ()
+    replication: Replication = ONE_PIPELINE
     _has_warned: bool = False
 
     def device(self, place: DeviceLike) -> torch.device:

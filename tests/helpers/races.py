@@ -31,9 +31,9 @@ from placer.devices import lanes, tensor_moves
 from placer.executor.engine import engine, stage
 from placer.executor.engine.engine import Engine
 from placer.executor.inference import stream, stream_engine
-from placer.executor.training import feed, training_pipeline
+from placer.executor.training import feed, input_gradients, training_pipeline
+from placer.executor.training.stages import replica_exchange, weight_aliases
 from placer.executor.training.stages.training_slot import TrainingSlot
-from placer.executor.training.stages.weight_aliases import Weights
 
 Clock = dict[Hashable, int]
 Site = tuple[str, int]
@@ -180,7 +180,18 @@ def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterat
     shared: dict[torch.device, _Lane] = {}
     with monkeypatch.context() as patch:
         patch.setattr(_Lane, "races", races, raising=False)
-        for module in (lanes, engine, stage, stream, stream_engine, feed, training_pipeline):
+        for module in (
+            lanes,
+            engine,
+            stage,
+            stream,
+            stream_engine,
+            feed,
+            input_gradients,
+            training_pipeline,
+            weight_aliases,
+            replica_exchange,
+        ):
             patch.setattr(module, "Lane", _Lane)
         patch.setattr(
             devices, "shared_lane", lambda device: shared.setdefault(device, _Lane(device))
@@ -248,28 +259,28 @@ def _note_passes(races: Races, patch: pytest.MonkeyPatch) -> None:
 
 
 def _note_weights(races: Races, patch: pytest.MonkeyPatch) -> None:
-    """The gradients that passes add to, and copies of weights."""
-    begin, finish = Weights.begin, Weights.finish
+    """What is done to gradients and parameters together, in a lane."""
+    copy, zero, add = torch._foreach_copy_, torch._foreach_zero_, torch._foreach_add_
 
-    def noted_begin(
-        self: Weights, lanes: Mapping[torch.device, _Lane], begun: Any, keep: bool = False
-    ) -> None:
-        begin(self, lanes, begun, keep)  # type: ignore[arg-type]
-        for place, held in self._held.items():
-            copies = [alias for _, alias in held.replicas]
-            own = [alias.grad for _, alias in (*held.own, *held.replicas)]
-            read = [parameter for parameter, _ in held.replicas]
-            races.run([lanes[place].queue], read, [*copies, *own], f"the beginning on {place}")
+    def note(reads: Any, writes: Any, what: str) -> None:
+        if races.active:
+            races.run([lane.queue for lane in races.active], reads, writes, what)
 
-    def noted_finish(self: Weights) -> None:
-        for place, held in self._held.items():
-            for parameter, alias in held.replicas:
-                queues = [("caller", place), ("caller", devices.location(parameter))]
-                races.run(queues, [alias.grad], [parameter.grad], f"the end on {place}")
-        finish(self)
+    def noted_copy(targets: Any, sources: Any, *rest: Any) -> Any:
+        note(sources, targets, "a copy of many tensors")
+        return copy(targets, sources, *rest)
 
-    patch.setattr(Weights, "begin", noted_begin)
-    patch.setattr(Weights, "finish", noted_finish)
+    def noted_zero(tensors: Any) -> Any:
+        note((), tensors, "the beginning of gradients")
+        return zero(tensors)
+
+    def noted_add(totals: Any, terms: Any, **options: Any) -> Any:
+        note([*totals, *terms] if isinstance(terms, list) else totals, totals, "a sum of gradients")
+        return add(totals, terms, **options)
+
+    patch.setattr(torch, "_foreach_copy_", noted_copy)
+    patch.setattr(torch, "_foreach_zero_", noted_zero)
+    patch.setattr(torch, "_foreach_add_", noted_add)
 
 
 def _of_pass(races: Races, stage: Any, slot: Any, phase: str) -> tuple[list[Any], list[Any]]:

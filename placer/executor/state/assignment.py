@@ -10,6 +10,7 @@ from torch import nn
 
 from placer.capture.layers import Layer, LayerGraph
 from placer.errors import InputError, PlacementError
+from placer.executor.state.replication import ONE_PIPELINE, Replication, owners
 from placer.schema import Placement
 from placer.schema.base import MERGED, WHOLE
 
@@ -31,13 +32,24 @@ class Assignment:
     Args:
         devices: by layer name.
         default: the device of everything else.
+        replication: the further devices that hold the same layers.
 
     Attributes:
         default: the device of everything else.
+        replication: as given.
+        owners: the devices of parameters that are not on the device of their layer, but on another
+            one that holds it; by name.
     """
 
-    def __init__(self, devices: Mapping[str, torch.device], default: torch.device) -> None:
+    def __init__(
+        self,
+        devices: Mapping[str, torch.device],
+        default: torch.device,
+        replication: Replication = ONE_PIPELINE,
+    ) -> None:
         self.default = default
+        self.replication = replication
+        self.owners: Mapping[str, torch.device] = {}
         self._exact = dict(devices)
         self._inner: dict[str, torch.device] = {}
         # every path of a merged or repeated layer, and all modules around it, first entry wins
@@ -66,7 +78,14 @@ class Assignment:
 
     def of_state(self, name: str) -> torch.device:
         """Return the device of a parameter or buffer."""
+        if name in self.owners:
+            return self.owners[name]
         return self.of_path(name.rpartition(".")[0]) or self.default
+
+    def divide(self, module: nn.Module) -> None:
+        """Divide the parameters of every stage among the devices that hold it."""
+        self.owners = {}
+        self.owners = owners(module, self.of_state, self.replication)
 
     def of_layers(self, graph: LayerGraph) -> list[torch.device]:
         """Return the device of every layer, in execution order."""

@@ -15,6 +15,7 @@ from placer.capture.layers import LayerGraph
 from placer.executor.segments import StateLookup
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.clones import Clones
+from placer.executor.state.replication import Replication
 from placer.executor.state.state_copies import Copies
 from placer.executor.state.state_moves import Home, Whereabouts, bring_state, move_state, settle
 
@@ -119,7 +120,11 @@ class PlacedWeights:
         return True
 
     def settle(
-        self, graph: LayerGraph, places: Sequence[torch.device], state: Sequence[Tensor]
+        self,
+        graph: LayerGraph,
+        places: Sequence[torch.device],
+        state: Sequence[Tensor],
+        replication: Replication,
     ) -> None:
         """Move state that the map did not cover to its first layer's device.
 
@@ -127,13 +132,14 @@ class PlacedWeights:
             graph: the layers.
             places: the device of each.
             state: all parameters and buffers.
+            replication: the further devices that hold the same layers.
         """
         if self.clones is not None:
             return
         # state was moved from outside: verify every layer again
         if self._places != _places(state):
             vars(self).update(_moves=self._moves + 1, _settled=set())
-        settle(graph, places, self.optimizers, self._settled)
+        settle(graph, places, self.optimizers, self._settled, replication)
         self.note_places(state)
 
     def note_places(self, state: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ from placer import devices
 from placer.capture.layers import LayerGraph, attached_state, attachments, named_state, tensor_bytes
 from placer.errors import PlacementError
 from placer.executor.stage_errors import clear_frames
+from placer.executor.state.replication import Replication
 from placer.utils.units import bytes_text
 
 
@@ -202,6 +203,7 @@ def settle(
     places: Sequence[torch.device],
     optimizers: Collection[torch.optim.Optimizer],
     settled: set[str],
+    replication: Replication,
 ) -> None:
     """Move state that the map did not cover to its first layer's device.
 
@@ -213,13 +215,14 @@ def settle(
         optimizers: may hold state for the parameters.
         settled: names that stay, because another graph of the model uses them; extended by this
             graph's.
+        replication: the further devices that hold the same layers, and may own their parameters.
     """
     for layer, place in zip(graph.layers, places, strict=True):
         for name in layer.state:
             if name in settled or name in graph.constants:
                 continue
             settled.add(name)
-            if not _is_at(graph.state[name], place):
+            if not any(_is_at(graph.state[name], own) for own in replication.of(place)):
                 relocate(graph.state[name], place, optimizers)
 
 

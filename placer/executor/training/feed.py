@@ -28,6 +28,7 @@ class Feed:
         ready: by device, a mark behind the caller's work on these tensors.
         dims: of each tensor, the dimension that it is cut along; None where every micro-batch has
             all of it.
+        pipelines: how many pipelines take the micro-batches in turn.
 
     Attributes:
         read: for each device that has a part of the batch, and each that reads it, a mark behind
@@ -41,14 +42,16 @@ class Feed:
         courier: Courier,
         ready: Mapping[torch.device, Mark],
         dims: Mapping[Key, int | None],
+        pipelines: int = 1,
     ) -> None:
+        self._pipelines = pipelines
         self._given = given
         self._sizes = sizes
         self._dims = dims
         self._parts = {key: self._cut(key, tensor) for key, tensor in given.items()}
         self._courier = courier
         self._ready = ready
-        self._brought: dict[tuple[Key, torch.device], tuple[Sequence[Tensor], Mark]] = {}
+        self._brought: dict[tuple[Key, torch.device], tuple[Mapping[int, Tensor], Mark]] = {}
         self.read: dict[tuple[torch.device, torch.device], Mark] = {}
 
     def send(
@@ -76,7 +79,7 @@ class Feed:
         given = self._parts[key][chunk]
         here = devices.location(given)
         if here.type == place.type and not devices.same(here, place):
-            parts, there = self._bring(key, here, place, label)
+            parts, there = self._bring(key, here, place, label, chunk % self._pipelines)
             return self._courier.send(parts[chunk], there, target, free, "batch", label)
         source = devices.staged(given, place)
         mark = self._courier.send(source, self._ready[here], target, free, "batch", label)
@@ -85,17 +88,27 @@ class Feed:
         return mark
 
     def _bring(
-        self, key: Key, here: torch.device, place: torch.device, label: Any
-    ) -> tuple[Sequence[Tensor], Mark]:
-        """Return the micro-batches of a tensor on another device, and a mark behind the copy."""
+        self, key: Key, here: torch.device, place: torch.device, label: Any, pipeline: int
+    ) -> tuple[Mapping[int, Tensor], Mark]:
+        """Return a pipeline's micro-batches of a tensor, and a mark behind their copies."""
         if (key, place) not in self._brought:
-            given = self._given[key].detach()
-            whole = self._courier.landing(key, given, place)
+            parts = self._parts[key]
+            mine = range(pipeline, len(parts), self._pipelines)
+            is_whole = self._pipelines == 1 or self._dims[key] is None
+            sources = [self._given[key]] if is_whole else [parts[chunk] for chunk in mine]
+            sources = [source.detach() for source in sources]
+            landed = [
+                self._courier.landing((key, number), source, place)
+                for number, source in enumerate(sources)
+            ]
             # New memory may still be in use by the caller. Later it is free once all copies from it
             # into slots are done.
             free = Lane(place, caller=True).mark(), self._courier.mark(place, place, "batch")
-            mark = self._courier.send(given, self._ready[here], whole, free, "batch", label)
-            self._brought[key, place] = self._cut(key, whole), mark
+            mark = self._courier.send_all(sources, self._ready[here], landed, free, "batch", label)
+            if is_whole:
+                every = self._cut(key, landed[0])
+                landed = [every[chunk] for chunk in mine]
+            self._brought[key, place] = dict(zip(mine, landed, strict=True)), mark
             self.read[here, place] = mark
         return self._brought[key, place]
 

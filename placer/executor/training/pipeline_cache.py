@@ -9,7 +9,7 @@ what the flow asks of its passes. The pipelines that were used last are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -22,13 +22,14 @@ from placer.capture.layers import LayerGraph
 from placer.errors import InputError
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.shape_cache import LatestShapes
-from placer.executor.model_captures import shapes
+from placer.executor.model_captures import Capture, shapes
 from placer.executor.placed_model import PlacedModel
 from placer.executor.segments import segments, taken_in_turn
 from placer.executor.settings import Settings
 from placer.executor.stage_errors import nothing_held
 from placer.executor.state.assignment import Assignment
 from placer.executor.training.loss.loss_weights import Weighing
+from placer.executor.training.shares import refuse_unreplicable
 from placer.executor.training.stages.weight_aliases import Weights
 from placer.executor.training.training_batch import Batch
 from placer.executor.training.training_pipeline import (
@@ -199,10 +200,16 @@ class Pipelines:
             return None
         if len(sizes) > 1 and _in_turn(graph, places, settings.deferred_batch_norm):
             return None
-        if sizes[-1] != sizes[0] and placed.captured(batch.part(-1)) is not capture:
-            # The smaller last micro-batch has another graph, perhaps of other layers: equal ones
-            # then.
-            equal = batch.of_equal_sizes()
+        replication = settings.replication
+        deferred = settings.deferred_batch_norm
+        refuse_unreplicable(replication, graph, placed.module, deferred)
+        others = {size: place for place, size in enumerate(sizes) if size != sizes[0]}
+        if any(placed.captured(batch.part(place)) is not capture for place in others.values()):
+            # A smaller micro-batch has another graph, perhaps of other layers: equal ones then.
+            equal = batch.of_equal_sizes(replication.count)
+            if equal is None:
+                tell_in_turn(_other_graph(sizes, others))
+                return None
             _tell_of(equal.sizes, sizes)
             return self.pipeline_for(equal, needed)
         recipe = Recipe(
@@ -218,11 +225,29 @@ class Pipelines:
             self._compile,
             capture.exported.checkpoints,
             room,
+            replication,
         )
         self._made.make_room()
-        self._made[key] = made = TrainingPipeline(graph, places, recipe)
+        weights = self._weights_of(capture, recipe)
+        self._made[key] = made = TrainingPipeline(graph, places, recipe, weights)
         made.weights.leave_out(placed.module.parameters())
         return made
+
+    def _weights_of(self, capture: Capture, recipe: Recipe) -> Weights | None:
+        """Return the weights of another shape's pipeline over the same layers, if there is one.
+
+        Gradients and replicas take memory only once then.
+        """
+        keys: list[Any] = [*self._made]
+        others = [self._made[key] for key in keys if key[0] is capture]
+        return next(
+            (
+                other.weights
+                for other in others
+                if other.pipelines == recipe.pipelines and not other.is_stale()
+            ),
+            None,
+        )
 
     def let_go(self, interrupted: TrainingPipeline | None) -> None:
         """Release pipelines whose passes were half made, and the one that was interrupted.
@@ -301,6 +326,13 @@ def _in_turn(graph: LayerGraph, places: list[torch.device], gathered: bool) -> b
     name = taken_in_turn(segments(graph, places, lambda name, _: graph.state[name]), gathered)
     return name is not None and tell_in_turn(
         f"buffer {name!r} is changed in one segment and used in another"
+    )
+
+
+def _other_graph(sizes: Sequence[int], others: Iterable[int]) -> str:
+    return (
+        f"forward does something else with {max(others)} samples than with {sizes[0]}, and the "
+        "batch does not divide into equal parts for all replicas"
     )
 
 

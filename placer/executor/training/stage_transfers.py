@@ -26,15 +26,31 @@ REPEATS = 3
 """Timed copies; the median counts."""
 
 
-def crossings(stages: Sequence[TrainingStage]) -> list[Transfer]:
+def crossings(
+    stages: Sequence[TrainingStage], segment_of: Sequence[int] | None = None
+) -> list[Transfer]:
     """Return the transfers between stages of different devices, if their passes are timed too.
 
     Args:
         stages: all, with slots; the contents of the first slot of each are overwritten.
+        segment_of: by stage, the segment that it is a piece of; None if each is a segment.
     """
     if any(not stage.is_recorded for stage in stages):
         return []
-    return found(stages, _copy_ms)
+    transfers = found(stages, _copy_ms)
+    return transfers if segment_of is None else _between_segments(transfers, segment_of)
+
+
+def _between_segments(transfers: Sequence[Transfer], segment_of: Sequence[int]) -> list[Transfer]:
+    """Return one transfer for all those from pieces of one segment to pieces of another."""
+    sums: dict[tuple[int, int], tuple[float, float | None]] = {}
+    for one in transfers:
+        key = segment_of[one.source], segment_of[one.target]
+        forward_ms, gradient_ms = sums.get(key, (0.0, None))
+        if one.gradient_ms is not None:
+            gradient_ms = (gradient_ms or 0.0) + one.gradient_ms
+        sums[key] = forward_ms + one.forward_ms, gradient_ms
+    return [Transfer(*key, *times) for key, times in sums.items()]
 
 
 def found(stages: Sequence[TrainingStage], clock: Callable[[Copies], float]) -> list[Transfer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,13 +27,14 @@ from placer.capture.loss_functions import (
 from placer.capture.pytrees import detached_nest, flatten
 from placer.errors import BatchError, InputError, StageError
 from placer.executor.engine.compiled_segments import Backend
-from placer.executor.engine.fill_drain import micro_batch_sizes, to_device
+from placer.executor.engine.fill_drain import to_device
 from placer.executor.output_joining import Joining, join
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
 from placer.executor.settings import Settings
 from placer.executor.stage_errors import Place, failed_module, nothing_held, raise_explained
 from placer.executor.state.batch_statistics import refuse_uncaptured
+from placer.executor.state.replication import Replication
 from placer.executor.training.ddp_check import refuse_data_parallel
 from placer.executor.training.input_gradients import detached, hand_out
 from placer.executor.training.loss.label_weights import LabelWatch
@@ -41,6 +43,7 @@ from placer.executor.training.loss.loss_weights import Weighing, merged
 from placer.executor.training.optimizer.optimizer_update import Update
 from placer.executor.training.optimizer.shared_optimizers import Others, kept, note_waiting
 from placer.executor.training.pipeline_cache import Pipelines, room_of, tell_in_turn
+from placer.executor.training.shares import part_sizes
 from placer.executor.training.stages.training_slot import Collected
 from placer.executor.training.stages.training_stage import LOSS
 from placer.executor.training.stages.weight_aliases import Keep
@@ -196,11 +199,15 @@ class TrainStep:
             if pipeline is None:
                 loss, made = self._through_hooks(batch, keep, outputs or collects)
             else:
-                scale = self.update.scale(pipeline.stages[-1].device)
+                scale = self.update.scale(pipeline.loss_device)
                 loss = pipeline.run(batch.tensors, batch.goals.leaves, keep, scale)
+                # the pipeline may have needed parts of equal sizes
+                batch = replace(batch, sizes=list(pipeline.sizes))
                 made = [
                     (self._unflattened(pipeline, one), one.values) for one in pipeline.collected
                 ]
+                if pipeline.pipelines > 1:
+                    made = [to_device_nest(one, pipeline.loss_device) for one in made]
             if self._has_named_outputs:
                 refuse_absent_outputs(self.loss_fn.options, *made[0])
                 self._has_named_outputs = False
@@ -303,7 +310,8 @@ class TrainStep:
         self._refuse()
         call = input_forms.call_arguments(inputs)
         refuse_arrays(target)
-        sizes_of = partial(_sizes, self._settings.chunks if chunks is None else chunks)
+        wanted = self._settings.chunks if chunks is None else chunks
+        sizes_of = partial(_sizes, self._settings.replication, wanted)
         cut = self._calls.cut(
             call, self.loss_fn.options, sizes_of, partial(self.loss_fn.weights, inputs, target)
         )
@@ -479,7 +487,7 @@ def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:
         raise InputError("the batch has no samples: leave empty batches out")
 
 
-def _sizes(wanted: int, size: int) -> list[int]:
-    """Return the sizes of micro-batches."""
+def _sizes(replication: Replication, wanted: int, size: int) -> list[int]:
+    """Return the sizes of micro-batches, or of their parts for several pipelines."""
     require_chunks(wanted)
-    return micro_batch_sizes(size, wanted)
+    return part_sizes(replication, wanted, size)

@@ -77,11 +77,23 @@ class Batch:
         goals = self.goals._replace(leaves=_without_gradients(self.goals.leaves))
         return replace(self, tensors=_without_gradients(self.tensors), goals=goals)
 
-    def of_equal_sizes(self) -> Batch:
-        """Return the batch in micro-batches of one size: as many as its count allows."""
+    def of_equal_sizes(self, pipelines: int = 1) -> Batch | None:
+        """Return the batch in micro-batches of one size: as many as its count allows.
+
+        Args:
+            pipelines: the number of micro-batches is a multiple of it.
+
+        Returns:
+            None if the batch does not divide.
+        """
         wanted, size = len(self.sizes), sum(self.sizes)
-        count = next(count for count in range(min(wanted, size), 0, -1) if size % count == 0)
-        return replace(self, sizes=[size // count] * count)
+        counts = (
+            count
+            for count in range(min(wanted, size), 0, -1)
+            if size % count == 0 and count % pipelines == 0
+        )
+        count = next(counts, None)
+        return None if count is None else replace(self, sizes=[size // count] * count)
 
 
 def _without_gradients(tensors: list[Any]) -> list[Any]:

@@ -9,8 +9,8 @@ sent right behind their pass, as in inference: they stay where they were made un
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from placer.devices import Courier, Lane, Mark
 from placer.executor.engine.engine import Engine
 from placer.executor.training.feed import Feed
 from placer.executor.training.input_gradients import InputGradients
+from placer.executor.training.stages.replica_exchange import Exchange
 from placer.executor.training.stages.training_slot import Collected, Key, TrainingSlot
 from placer.executor.training.stages.training_stage import TrainingStage
 from placer.schedule import Pass
@@ -36,15 +37,19 @@ class _Batch:
         start: by device, when its gradients and copies of parameters are ready for the batch. Each
             device begins then, whatever others still do of the step before.
         summed: names of values that a gradient has come for, with their micro-batch.
+        exchange: between the devices of a parameter.
         turns: for state that several devices change, a mark behind the latest pass that did.
+        left: by stage, how many passes that make gradients are still to be issued.
     """
 
     feed: Feed
     gradients: InputGradients
     collected: Sequence[Collected]
     start: Mapping[torch.device, Mark]
+    exchange: Exchange
+    left: Counter[int]
     summed: set[tuple[str, int]] = field(default_factory=set)
-    turns: dict[str, Mark] = field(default_factory=dict)
+    turns: dict[Hashable, Mark] = field(default_factory=dict)
 
 
 class TrainingEngine(Engine[TrainingStage]):
@@ -63,7 +68,12 @@ class TrainingEngine(Engine[TrainingStage]):
         courier: Courier,
     ) -> None:
         super().__init__(stages, lanes, courier)
-        self._maker = {name: index for index, stage in enumerate(stages) for name in stage.writes}
+        # by stage, where the values come from that other stages send it
+        self._makers: list[dict[str, int]] = [{} for _ in stages]
+        for index, stage in enumerate(stages):
+            for name, readers in stage.writes.items():
+                for reader in readers:
+                    self._makers[reader][name] = index
         self._batch: _Batch | None = None
 
     def run_batch(
@@ -72,6 +82,7 @@ class TrainingEngine(Engine[TrainingStage]):
         feed: Feed,
         gradients: InputGradients,
         collected: Sequence[Collected] = (),
+        exchange: Exchange | None = None,
     ) -> None:
         """Issue all passes of a batch.
 
@@ -80,6 +91,7 @@ class TrainingEngine(Engine[TrainingStage]):
             feed: the batch and the target.
             gradients: of those that require one.
             collected: by micro-batch, room for what stages with a loss collect.
+            exchange: between the devices of a parameter; None if each is used on one.
 
         Raises:
             StageError: a layer failed.
@@ -87,7 +99,10 @@ class TrainingEngine(Engine[TrainingStage]):
         # By device, and not one mark for all: a device may begin the step while others still work
         # on the one before.
         start = {place: lane.mark() for place, lane in self.lanes.items()}
-        self._batch = _Batch(feed, gradients, collected, start)
+        order = list(order)
+        left = Counter(item.stage for item in order if item.phase != "forward")
+        exchange = Exchange() if exchange is None else exchange
+        self._batch = _Batch(feed, gradients, collected, start, exchange, left)
         try:
             self.run(order)
         finally:
@@ -112,6 +127,9 @@ class TrainingEngine(Engine[TrainingStage]):
             self.compute(item, slot)
         # until the weight-gradient pass, where there is one
         slot.free = [slot.made]
+        self._batch.left[item.stage] -= 1
+        if not self._batch.left[item.stage]:
+            self._batch.exchange.finished(item.stage, slot.made)
 
     def _forward(self, item: Pass, stage: TrainingStage, slot: TrainingSlot, batch: _Batch) -> None:
         self._fetch(item, stage, slot, batch)
@@ -120,7 +138,8 @@ class TrainingEngine(Engine[TrainingStage]):
             overwritten = [*overwritten, *slot.sent]
         # A buffer that layers of several devices change has one at a time.
         turns = [batch.turns[name] for name in stage.spread if name in batch.turns]
-        done = self.compute(item, slot, [*overwritten, *turns])
+        values = batch.exchange.values_for(item.stage)
+        done = self.compute(item, slot, [*overwritten, *turns, *values])
         batch.turns.update(dict.fromkeys(stage.spread, done))
         if slot.collected is not None and stage.head is not None:
             with self.lanes[stage.device]:
@@ -135,8 +154,12 @@ class TrainingEngine(Engine[TrainingStage]):
             static = slot.inputs[name]
             if not isinstance(static, Tensor):
                 continue
-            maker = self._maker.get(name)
-            if maker is None:
+            maker = self._makers[item.stage].get(name)
+            if name in stage.joined:
+                made = stage.joined[name].slot(item.micro_batch).outputs[name].detach()
+                with self.lanes[stage.device]:
+                    stage.take(name, slot, made)
+            elif maker is None:
                 self._feed(name, item, static, free, slot, batch)
             else:
                 coming[maker].append(name)
@@ -171,16 +194,20 @@ class TrainingEngine(Engine[TrainingStage]):
 
     def _backward(self, item: Pass, slot: TrainingSlot, batch: _Batch) -> None:
         sent_before, slot.sent = slot.sent, []
-        done = self.compute(item, slot, sent_before)
+        # the first backward pass of a device adds to gradients that were cleared beside the passes
+        cleared = batch.exchange.cleared.pop(self.stages[item.stage].device, None)
+        done = self.compute(item, slot, [*sent_before, cleared])
         # Gradients leave at once: the slot that waits for them is theirs until its backward pass,
         # this one is not.
         going: defaultdict[int, list[tuple[Tensor, Tensor, bool]]] = defaultdict(list)
         for name, gradient in slot.input_gradients.items():
-            if isinstance(name, int) or name not in self._maker:
+            if isinstance(name, int) or name not in self._makers[item.stage]:
                 if name in batch.gradients and name not in slot.unreached:
-                    self._leave(name, item, gradient, slot, batch)
+                    self._leave(name, item, self.stages[item.stage], gradient, slot, batch)
                 continue
-            maker = self._maker[name]
+            if name in slot.handed:
+                continue
+            maker = self._makers[item.stage][name]
             if item.stage in self.stages[maker].awaited.get(name, ()):
                 target = self.stages[maker].slot(item.micro_batch).gradients[name]
                 key = (name, item.micro_batch)
@@ -200,9 +227,16 @@ class TrainingEngine(Engine[TrainingStage]):
             )
 
     @staticmethod
-    def _leave(key: Key, item: Pass, gradient: Tensor, slot: TrainingSlot, batch: _Batch) -> None:
+    def _leave(
+        key: Key,
+        item: Pass,
+        stage: TrainingStage,
+        gradient: Tensor,
+        slot: TrainingSlot,
+        batch: _Batch,
+    ) -> None:
         """Let the gradient of what the caller gave leave the stages."""
         label = (item.stage, None, "backward", item.micro_batch)
         slot.sent.append(
-            batch.gradients.take(key, item.stage, item.micro_batch, gradient, slot.made, label)
+            batch.gradients.take(key, stage.position, item.micro_batch, gradient, slot.made, label)
         )

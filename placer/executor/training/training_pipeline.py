@@ -7,7 +7,7 @@ that made a value straight to each stage that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,11 @@ from placer.executor.engine.compiled_segments import Backend
 from placer.executor.segments import Segment, borders, segments, spread_state
 from placer.executor.stage_errors import explain
 from placer.executor.state.batch_statistics import BatchStatistics
+from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.executor.training.feed import Feed
 from placer.executor.training.input_gradients import InputGradients, detached
 from placer.executor.training.loss.loss_weights import Weighing
+from placer.executor.training.stage_pieces import PIECES, piece_starts
 from placer.executor.training.stage_transfers import crossings
 from placer.executor.training.stages.compiled_stages import compile_stage
 from placer.executor.training.stages.recomputed_stage import RecomputedStage
@@ -38,7 +40,7 @@ from placer.executor.training.stages.training_stage import TrainingStage, drop_u
 from placer.executor.training.stages.weight_aliases import Keep, Weights, keep_none
 from placer.executor.training.step_rollback import Kept
 from placer.executor.training.training_engine import TrainingEngine
-from placer.schedule import Plan, plan
+from placer.schedule import Pass, Plan, plan
 from placer.schema import Schedule
 from placer.utils.error_translation import ErrorTranslation
 
@@ -61,7 +63,9 @@ class Recipe:
         outputs: structure of the model's result.
         target: structure of the target.
         schedule: the order of micro-batches.
-        sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
+        sizes: samples in each micro-batch of a batch; the last may be smaller than the others. With
+            several pipelines, samples in each part: one for each pipeline, then those of the next
+            micro-batch.
         dims: of each input, the dimension that it is cut along; None where every micro-batch has
             all of it.
         goal_dims: the same of the target.
@@ -71,6 +75,7 @@ class Recipe:
         compile: the backend of torch.compile, for segments that it makes faster; None to compile
             nothing.
         checkpoints: the modules that the model itself lets run again in the backward pass.
+        replication: the pipelines that take the parts of each micro-batch.
         in_flight: for how many micro-batches each segment has room under ``zero-bubble`` and
             ``interleaved``. If it is of another length than the segments, there is as much room as
             the order has a use for.
@@ -88,10 +93,16 @@ class Recipe:
     compile: Backend | None = None
     checkpoints: tuple[str, ...] = ()
     in_flight: tuple[int, ...] = ()
+    replication: Replication = ONE_PIPELINE
 
     def loss(self, leaves: list[Any], targets: list[Any]) -> tuple[Tensor, dict[str, Any]]:
         """Return a micro-batch's loss and its further values, from flattened result and target."""
         return self.loss_fn(self.outputs.unflatten(leaves), self.target.unflatten(targets))
+
+    @property
+    def pipelines(self) -> int:
+        """The number of pipelines; a batch of few samples leaves some without any."""
+        return min(self.replication.count, len(self.sizes))
 
     @property
     def shares(self) -> list[float]:
@@ -113,6 +124,8 @@ class TrainingPipeline:
         graph: of the model at the micro-batch's shape.
         places: the device of every layer.
         recipe: what to do with them.
+        weights: of another pipeline over the same layers, for batches of another shape; None for
+            weights of its own.
 
     Attributes:
         stages: in order.
@@ -129,33 +142,31 @@ class TrainingPipeline:
         graph: LayerGraph,
         places: Sequence[torch.device],
         recipe: Recipe,
+        weights: Weights | None = None,
     ) -> None:
         self.graph = graph
         self.recipe = recipe
         self.sizes = recipe.sizes
-        self.chunks = len(self.sizes)
-        self.weights = Weights.from_graph(graph)
+        self.pipelines = recipe.pipelines
+        self.chunks = len(self.sizes) // self.pipelines
+        self.weights = Weights.from_graph(graph) if weights is None else weights
         self.statistics = BatchStatistics(graph.state) if recipe.deferred_batch_norm else None
-        parts = with_checkpoints(
-            segments(graph, places, self.weights.lookup(graph)), recipe.checkpoints
-        )
-        last = parts[-1].device
-        head = Head(
-            graph.outputs,
-            recipe.loss,
-            torch.zeros((), device=last, dtype=torch.float64),
-            torch.ones((), device=last),
-        )
+        # gradients are exchanged piece by piece
+        starts = piece_starts(graph, places, PIECES) if self.pipelines > 1 else set()
+        self._pieces = _pieces(places, starts)
+        self._segment_of = [number for number, row in enumerate(self._pieces) for _ in row]
+        parts = [self._segments(pipeline, places, starts) for pipeline in range(self.pipelines)]
+        every = [part for row in parts for part in row]
+        self.weights.bind(every, self._length)
         self.collected: list[Collected] = []
-        self.lanes = {part.device: Lane(part.device) for part in parts}
-        self._device_of = [list(self.lanes).index(part.device) for part in parts]
-        room = recipe.in_flight if len(recipe.in_flight) == len(parts) else None
+        self.lanes = {place: Lane(place) for place in dict.fromkeys(part.device for part in every)}
+        first = [parts[0][pieces[0]].device for pieces in self._pieces]
+        self._device_of = [list(self.lanes).index(place) for place in first]
+        room = recipe.in_flight if len(recipe.in_flight) == len(self._pieces) else None
         self.plan = plan(recipe.schedule, self._device_of, self.chunks, room=room)
-        self.stages = self._stages(parts, head)
-        spread = set(spread_state(graph, places))
-        for stage in self.stages:
-            used = {name for step in stage.segment.steps for name in step.layer.state}
-            stage.spread = spread & used
+        self.stages: list[TrainingStage] = []
+        for pipeline, row in enumerate(parts):
+            self._add_pipeline(pipeline, row, places)
         self.courier = Courier()
         self.engine = TrainingEngine(self.stages, self.lanes, self.courier)
         mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
@@ -180,18 +191,34 @@ class TrainingPipeline:
         Returns:
             False if the passes were made without results, so that another pipeline is needed.
         """
-        head = self._head
+        heads = self._heads
         if outputs and self.is_prepared:
-            return head.collects
+            return heads[0].collects
         if not self.is_recorded:
-            head.collects = outputs
+            for head in heads:
+                head.collects = outputs
             for slot in self._last_slots():
                 if slot.collected is not None:
                     slot.collected.outputs = slot.collected.outputs if outputs else None
         return True
 
     def _last_slots(self) -> list[TrainingSlot]:
-        return self.stages[-1].all_slots()
+        return [slot for stage in self._last_stages for slot in stage.all_slots()]
+
+    @property
+    def _length(self) -> int:
+        """The stages of one pipeline."""
+        return len(self._segment_of)
+
+    @property
+    def _last_stages(self) -> list[TrainingStage]:
+        """The last stage of every pipeline, which computes the loss."""
+        return [stage for stage in self.stages if stage.head is not None]
+
+    @property
+    def loss_device(self) -> torch.device:
+        """The device of the loss."""
+        return self._last_stages[0].device
 
     def run(
         self,
@@ -209,18 +236,20 @@ class TrainingPipeline:
             scale: a number that every gradient is multiplied by; 1 if None.
 
         Returns:
-            The mean loss, a number on the last stage's device, without the scale.
+            The mean loss, a number on ``loss_device``, without the scale.
         """
         if not self.is_prepared:
             self.prepare(batch, targets)
+        self._set_apart()
         self._kept.save()
         try:
             self._run(batch, targets, keep, scale)
         except BaseException:
             self.recover()
             raise
-        head = self._head
-        return head.total.to(head.dtype, copy=True)
+        totals = [devices.move(head.total, self.loss_device) for head in self._heads]
+        total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
+        return total.to(self._heads[0].dtype, copy=True)
 
     def _run(
         self, batch: Sequence[Any], targets: Sequence[Any], keep: Keep, scale: Tensor | None
@@ -241,19 +270,20 @@ class TrainingPipeline:
         dims |= enumerate(self.recipe.goal_dims)
         gradients = InputGradients(given, self.sizes, self.courier, dims)
         given = dict(zip(given, detached(list(given.values())), strict=True))
-        feed = Feed(given, self.sizes, self.courier, begun, dims)
-        last = self.stages[-1]
-        # on the caller's stream, whose memory it is
-        with devices.current(last.device):
-            self.collected = [
-                Collected.like(last.slot(chunk).collected) for chunk in range(self.chunks)
-            ]
+        feed = Feed(given, self.sizes, self.courier, begun, dims, self.pipelines)
+        last = self._last_stages
+        self.collected = []
+        for number in range(len(self.sizes)):
+            stage = last[number % self.pipelines]
+            # on the caller's stream, whose memory it is
+            with devices.current(stage.device):
+                self.collected.append(Collected.like(stage.slot(number).collected))
         self._issue(feed, gradients, begun, keep, scale)
         for place, lane in self.lanes.items():
             callers[place].wait(lane.mark())
         for (place, _), mark in feed.read.items():
             callers[place].wait(mark)
-        self.weights.finish()
+        self.weights.finish(callers)
         if self.statistics is not None:
             self.statistics.commit()
         gradients.hand_out()
@@ -264,13 +294,11 @@ class TrainingPipeline:
 
         They are known once the passes were made.
         """
-        return self._head.parameters
+        return [parameter for head in self._heads for parameter in head.parameters]
 
     @property
-    def _head(self) -> Head:
-        head = self.stages[-1].head
-        assert head is not None
-        return head
+    def _heads(self) -> list[Head]:
+        return [stage.head for stage in self.stages if stage.head is not None]
 
     def _issue(
         self,
@@ -287,13 +315,17 @@ class TrainingPipeline:
         shared = any(stage.spread for stage in self.stages)  # then they work on each other's state
         for place, lane in self.lanes.items():
             lane.wait(*(begun.values() if shared else [begun[place]]))
-        self.weights.begin(self.lanes, begun, keep)
-        with self.lanes[self.stages[-1].device], torch.no_grad():
-            self._head.total.zero_()
-            self._set_scale(self._head, scale)
+        self.weights.begin(self.lanes, begun, keep, self.courier)
+        for stage in self._last_stages:
+            assert stage.head is not None
+            with self.lanes[stage.device], torch.no_grad():
+                stage.head.total.zero_()
+                self._set_scale(stage.head, scale)
+        self._scaled = scale is not None
         for stage in self.stages:
             stage.begin()
-        self.engine.run_batch(self.plan.issue, feed, gradients, self.collected)
+        order = self._order()
+        self.engine.run_batch(order, feed, gradients, self.collected, self.weights.exchange)
 
     def recover(self) -> None:
         """Wait for the devices, restore buffers and drop gradients, after a batch that failed."""
@@ -306,35 +338,105 @@ class TrainingPipeline:
         self._kept.restore()
         self.weights.drop()
 
-    def _stages(self, parts: Sequence[Segment], head: Head) -> list[TrainingStage]:
-        """Return segments with the values that cross their borders; the last has the loss."""
+    def _segments(
+        self, pipeline: int, places: Sequence[torch.device], starts: Collection[int]
+    ) -> list[Segment]:
+        """Return the segments of a pipeline.
+
+        Args:
+            pipeline: its number.
+            places: the device of every layer in pipeline 0.
+            starts: numbers of layers with which a piece of a segment begins.
+        """
+        replication = self.recipe.replication
+        parts = segments(
+            self.graph,
+            replication.places(pipeline, places),
+            self.weights.lookup(self.graph, replication, pipeline),
+            starts=starts,
+        )
+        return with_checkpoints(parts, self.recipe.checkpoints)
+
+    def _add_pipeline(
+        self, pipeline: int, parts: Sequence[Segment], places: Sequence[torch.device]
+    ) -> None:
+        """Add stages with the values that cross their borders; the last has the loss."""
+        replication, offset = self.recipe.replication, len(self.stages)
+        last = parts[-1].device
+        head = Head(
+            self.graph.outputs,
+            self.recipe.loss,
+            torch.zeros((), device=last, dtype=torch.float64),
+            torch.ones((), device=last),
+        )
+        recompute = {own for place in self.recipe.recompute for own in replication.of(place)}
+        spread = set(spread_state(self.graph, replication.places(pipeline, places)))
         reads, writes = borders(parts, self.graph.outputs)
-        stages = []
         for index, part in enumerate(parts):
             gather = (
                 nullcontext if self.statistics is None else partial(self.statistics.gather, index)
             )
-            again = part.device in self.recipe.recompute
+            again = part.device in recompute
             kind, split = (RecomputedStage, False) if again else (TrainingStage, self.plan.split)
             mine = head if index == len(parts) - 1 else None
-            stages.append(
-                kind(part, reads[index], writes[index], mine, split, gather, self.weights.reach)
-            )
-        return stages
+            sent = {
+                name: [offset + reader for reader in readers]
+                for name, readers in writes[index].items()
+            }
+            stage = kind(part, reads[index], sent, mine, split, gather, self.weights.reach)
+            stage.position, stage.pipelines = index, self.pipelines
+            used = {name for step in part.steps for name in step.layer.state}
+            stage.spread = {(pipeline, name) for name in spread & used}
+            self.stages.append(stage)
+            joined = {
+                name: self.stages[offset + maker]
+                for maker, piece in enumerate(self._segment_of[:index])
+                if piece == self._segment_of[index]
+                for name in self.stages[offset + maker].writes
+                if name in stage.reads
+            }
+            stage.joined = joined
+
+    def _order(self) -> list[Pass]:
+        """Return the passes of all pipelines, which take turns so that all devices are at work.
+
+        Where a segment is in pieces, a pass of it is one pass of each piece.
+        """
+        pipelines = self.pipelines
+        return [
+            Pass(pipeline * self._length + piece, phase, micro_batch * pipelines + pipeline)
+            for segment, phase, micro_batch in self.plan.issue
+            for piece in self._pieces[segment][:: 1 if phase == "forward" else -1]
+            for pipeline in range(pipelines)
+        ]
+
+    def _set_apart(self) -> None:
+        """Let replicas draw random numbers of their own."""
+        if self.pipelines > 1 and any(layer.random for layer in self.graph.layers):
+            for first in {pieces[0] for pieces in self._pieces}:
+                devices.set_apart([stage.device for stage in self.stages[first :: self._length]])
 
     def _set_scale(self, head: Head, scale: Tensor | None) -> None:
         if scale is not None:
             devices.fill(head.scale, scale)
         elif self._scaled:
             head.scale.fill_(1.0)
-        self._scaled = scale is not None
 
     def _balanced(self) -> Plan:
         """Return the schedule for the measured times of passes and transfers.
 
         It keeps the room that there is.
         """
-        forward, backward, weights = zip(*(stage.pass_ms() for stage in self.stages), strict=True)
+        times = [stage.pass_ms() for stage in self.stages]
+        # the slowest pipeline counts; a segment takes as long as its pieces
+        slowest = [
+            [max(some) for some in zip(*times[piece :: self._length], strict=True)]
+            for piece in range(self._length)
+        ]
+        forward, backward, weights = (
+            [sum(slowest[piece][phase] for piece in pieces) for pieces in self._pieces]
+            for phase in range(3)
+        )
         whole = [one + other for one, other in zip(backward, weights, strict=True)]
         return plan(
             self.recipe.schedule,
@@ -343,7 +445,7 @@ class TrainingPipeline:
             forward_ms=forward,
             backward_ms=whole,
             weight_grad_ms=weights,
-            transfers=crossings(self.stages),
+            transfers=crossings(self.stages[: self._length], self._segment_of),
             room=self.plan.in_flight,
         )
 
@@ -364,6 +466,7 @@ class TrainingPipeline:
         if self.is_prepared and (self.is_recorded or not record):
             return
         parts, goals = self._cut(batch, self.recipe.dims), self._cut(targets, self.recipe.goal_dims)
+        self._set_apart()
         self._kept.save()
         try:
             if not self.is_prepared:
@@ -388,25 +491,35 @@ class TrainingPipeline:
         columns = [
             cut_tensor(tensor, dim, "", self.sizes) for tensor, dim in zip(given, dims, strict=True)
         ]
-        return [detached([column[chunk] for column in columns]) for chunk in range(self.chunks)]
+        return [detached([column[part] for column in columns]) for part in range(len(self.sizes))]
 
     def _open(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
         """Give every stage its slots, and one stage's results to the next."""
         shares = self.recipe.shares
-        last = self.chunks - 1
-        # Recorded passes have one shape: a smaller last micro-batch needs a slot of its own.
-        uneven = self.sizes[last] != self.sizes[0]
-        known: dict[str, Any] = dict(zip(self.graph.inputs, parts[0], strict=True))
-        for index, stage in enumerate(self.stages):
-            with self._naming(index, "first", 0):
-                room = min(self.chunks - uneven, self.plan.in_flight[index])
-                stage.memories = self.plan.backward_memory(index)[:room]
-                known |= stage.open_slots(room, known, goals[0], shares[0])
-        known = dict(zip(self.graph.inputs, parts[last], strict=True))
-        for index, stage in enumerate(self.stages if uneven else ()):
-            with self._naming(index, "first", last):
-                known |= stage.open_tail(last, known, goals[last], shares[last])
+        room_of = [
+            (self.plan.in_flight[segment], self.plan.backward_memory(segment))
+            for segment, pieces in enumerate(self._pieces)
+            for _ in pieces
+        ]
+        for pipeline in range(self.pipelines):
+            first, last = pipeline, (self.chunks - 1) * self.pipelines + pipeline
+            # Recorded passes have one shape: a smaller last micro-batch needs a slot of its own.
+            uneven = self.sizes[last] != self.sizes[first]
+            begin = pipeline * self._length
+            stages = list(enumerate(self.stages))[begin : begin + self._length]
+            known: dict[str, Any] = dict(zip(self.graph.inputs, parts[first], strict=True))
+            for (index, stage), (in_flight, memories) in zip(stages, room_of, strict=True):
+                with self._naming(index, "first", first):
+                    room = min(self.chunks - uneven, in_flight)
+                    stage.memories = memories[:room]
+                    known |= stage.open_slots(room, known, goals[first], shares[first])
+            known = dict(zip(self.graph.inputs, parts[last], strict=True))
+            for index, stage in stages if uneven else ():
+                with self._naming(index, "first", last):
+                    known |= stage.open_tail(last, known, goals[last], shares[last])
         drop_unreached(self.stages)
+        for stage in self.stages:
+            stage.join()
 
     def _record(self) -> None:
         """Compile, if that was asked for, and record the passes; then order them by their times."""
@@ -414,6 +527,7 @@ class TrainingPipeline:
             with self._naming(index, "recorded", 0):
                 devices.synchronise(stage.device)
                 stage.release()
+                stage.fix_inputs()
                 if self.recipe.compile is not None:
                     compile_stage(stage, self.recipe.compile)
                 stage.record()
@@ -430,3 +544,22 @@ class TrainingPipeline:
         return ErrorTranslation(
             lambda error: explain(error, self.engine.place(index, phase, micro_batch))
         )
+
+
+def _pieces(places: Sequence[torch.device], starts: Collection[int]) -> list[list[int]]:
+    """Return for each segment the numbers of its pieces, which are stages of their own.
+
+    Args:
+        places: the device of every layer.
+        starts: numbers of layers with which a piece begins within a segment.
+    """
+    found: list[list[int]] = []
+    count = 0
+    for index, place in enumerate(places):
+        is_new = index == 0 or place != places[index - 1]
+        if is_new:
+            found.append([])
+        if is_new or index in starts:
+            found[-1].append(count)
+            count += 1
+    return found

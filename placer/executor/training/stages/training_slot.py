@@ -91,8 +91,10 @@ class TrainingSlot(Slot):
         input_gradients: what the backward pass made for the values that entered.
         unreached: values that entered without getting a gradient; zeros stand for it.
         deferred: the weight gradients that the backward pass left to the weight-gradient pass.
-        landing: static tensors that input gradients are copied to, where other passes work in the
-            memory in which they are made.
+        handed: static tensors of the stage before, on the same device, that wait for the gradients
+            of values which come from it without a copy.
+        landing: static tensors that input gradients are copied to: those of ``handed``, and others
+            where other passes work in the memory in which the gradients are made.
         fetched: marks behind the copies of the outputs.
         sent: marks behind the copies of the input gradients.
         collected: static, in a stage with a loss: what the caller is given of the micro-batch.
@@ -107,6 +109,7 @@ class TrainingSlot(Slot):
     input_gradients: dict[Key, Tensor] = field(default_factory=dict)
     unreached: frozenset[Key] = frozenset()
     deferred: GradientQueue = field(default_factory=GradientQueue)
+    handed: dict[Key, Tensor] = field(default_factory=dict)
     landing: dict[Key, Tensor] = field(default_factory=dict)
     fetched: list[Mark] = field(default_factory=list)
     sent: list[Mark] = field(default_factory=list)

@@ -12,7 +12,7 @@ eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -103,7 +103,11 @@ class TrainingStage(Stage[TrainingSlot]):
         tail: the slot of the last micro-batch, by its number, where it is smaller than the others.
         unreached: of what it reads, the values that the loss does not depend on.
         awaited: by value that is read elsewhere: the stages that send a gradient of it.
-        spread: names of state that it uses, which layers of several devices change.
+        position: its number within its pipeline.
+        pipelines: how many pipelines take micro-batches in turn.
+        joined: of what it reads, the values that come without a copy, with the stage that makes
+            them: an earlier piece of the same segment.
+        spread: state that it uses, which layers of several devices change.
         memories: by slot, the number of the memory in which its recorded input-gradient pass works,
             where weight gradients have a pass of their own; see ``Plan.backward_memory``. Each slot
             has its own if empty.
@@ -131,7 +135,10 @@ class TrainingStage(Stage[TrainingSlot]):
         self.reuses = False
         self.unreached: frozenset[Key] = frozenset()
         self.awaited: dict[str, set[int]] = {}
-        self.spread: Set[str] = frozenset()
+        self.position = 0
+        self.pipelines = 1
+        self.joined: dict[str, TrainingStage] = {}
+        self.spread: Set[Hashable] = frozenset()
         self.memories: list[int] = []
         self._made_of: dict[str, frozenset[Key]] = {}
         self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
@@ -152,7 +159,7 @@ class TrainingStage(Stage[TrainingSlot]):
 
     def slot(self, micro_batch: int) -> TrainingSlot:
         """Return the slot that a micro-batch goes through."""
-        return self.tail.get(micro_batch) or super().slot(micro_batch)
+        return self.tail.get(micro_batch) or super().slot(micro_batch // self.pipelines)
 
     def all_slots(self) -> list[TrainingSlot]:
         """Return the slots, and then the tail's."""
@@ -273,6 +280,47 @@ class TrainingStage(Stage[TrainingSlot]):
         if self.head is None:
             awaited = frozenset[Key]().union(*(self._made_of[name] for name in self.awaited))
             self.unreached = frozenset(self.slots[0].entering) - awaited
+
+    def join(self) -> None:
+        """Let gradients of values that come without a copy go back without one, too.
+
+        They are written where the stage that made the value expects them, if no other stage sends
+        a gradient of it.
+        """
+        for name, maker in self.joined.items():
+            if len(maker.awaited.get(name, ())) == 1 and name not in self.unreached:
+                for slot, source in zip(self.all_slots(), maker.all_slots(), strict=True):
+                    if name in slot.entering:
+                        slot.handed[name] = slot.landing[name] = source.gradients[name]
+
+    @torch.no_grad()
+    def fix_inputs(self) -> None:
+        """Give values that come without a copy their place, before passes are recorded.
+
+        Recorded passes of the stage before make them in one place each. Where its passes are not
+        recorded, the values are copied.
+        """
+        for name, maker in self.joined.items():
+            for slot, source in zip(self.all_slots(), maker.all_slots(), strict=True):
+                known = slot.inputs[name]
+                if isinstance(known, Tensor):
+                    place = source.outputs[name] if maker.is_recorded else torch.empty_like(known)
+                    # Passes run before they are recorded, and an index has to be a valid one.
+                    slot.inputs[name] = place.detach().copy_(known)
+
+    def take(self, name: str, slot: TrainingSlot, made: Tensor) -> None:
+        """Take a value from the stage before, on the stream in use.
+
+        Args:
+            name: of the value, among ``joined``.
+            slot: that it is for.
+            made: the value, which stays unchanged until the slot's last pass.
+        """
+        if not self.is_recorded:
+            slot.inputs[name] = made
+        elif slot.inputs[name].data_ptr() != made.data_ptr():
+            with torch.no_grad():
+                slot.inputs[name].copy_(made)
 
     def begin(self) -> None:
         """Prepare for a batch."""
@@ -458,7 +506,10 @@ class TrainingStage(Stage[TrainingSlot]):
         self._land(slot)
 
     def _landing(self, slot: TrainingSlot) -> dict[Key, Tensor]:
-        return {key: torch.zeros_like(slot.static(key)) for key in slot.entering}
+        return {
+            key: slot.handed[key] if key in slot.handed else torch.zeros_like(slot.static(key))
+            for key in slot.entering
+        }
 
     @torch.no_grad()
     def _land(self, slot: TrainingSlot) -> None:
@@ -467,7 +518,7 @@ class TrainingStage(Stage[TrainingSlot]):
             for name, static in slot.landing.items():
                 static.copy_(slot.input_gradients[name])
                 slot.leaves[name].grad = None
-            slot.input_gradients = slot.landing
+            slot.input_gradients = {**slot.input_gradients, **slot.landing}
 
     def _scale(self, root: Tensor) -> Tensor:
         assert self.head is not None

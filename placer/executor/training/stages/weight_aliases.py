@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.capture.layers import LayerGraph
-from placer.devices import Lane, Mark
+from placer.devices import Courier, Lane, Mark
 from placer.executor.engine.weak_methods import weakly
+from placer.executor.segments import Segment, read_back
 from placer.executor.state.parameter_hooks import HOOKS, has_hooks
+from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.executor.state.segment_state import mutated
 from placer.executor.state.state_copies import Copies, Copy
+from placer.executor.training.stages.replica_exchange import Exchange, Shared
 
 Keep = Callable[[Tensor], bool]
 """Whether a parameter's gradient waits for the next batch's."""
@@ -32,17 +35,21 @@ def keep_none(parameter: Tensor) -> bool:
     return False
 
 
-@dataclass
-class _Held:
-    """The parameters of one device.
+@dataclass(frozen=True)
+class _Total:
+    """A trained parameter.
 
     Attributes:
-        own: the parameters that belong there, and their aliases.
-        replicas: the parameters that belong elsewhere, and their aliases here.
+        name: of the parameter.
+        parameter: the model's own.
+        gradient: on its device, in fixed memory: the sum over all passes and devices.
+        aliases: the ids of its aliases.
     """
 
-    own: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    replicas: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    name: str
+    parameter: nn.Parameter
+    gradient: Tensor
+    aliases: frozenset[int]
 
 
 @dataclass
@@ -52,7 +59,7 @@ class Weights:
     Their gradients stay in place, since a recorded pass adds to the same memory at every replay. An
     alias shares its parameter's storage but none of its history, so a loss that the user keeps does
     not disturb a recording. If layers on several devices use a parameter, each further device has a
-    replica.
+    replica, see ``replica_exchange``.
 
     Attributes:
         aliases: by name and device.
@@ -68,6 +75,10 @@ class Weights:
     _handles: list[Any] = field(default_factory=list)
     _copies: Copies = field(default_factory=Copies)
     _read: dict[int, Copy] = field(default_factory=dict)
+    _buffers: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+    _followed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _exchange: Exchange = field(default_factory=Exchange)
+    _is_bound: bool = False
 
     @classmethod
     def from_graph(cls, graph: LayerGraph) -> Weights:
@@ -85,15 +96,34 @@ class Weights:
         used = {id(self.parameters[name]) for name, _ in self.aliases}
         self.idle = [parameter for parameter in everything if id(parameter) not in used]
 
-    def lookup(self, graph: LayerGraph) -> Callable[[str, torch.device], Tensor]:
-        """Return a function that gives the layers of a graph their state."""
+    def lookup(
+        self, graph: LayerGraph, replication: Replication = ONE_PIPELINE, pipeline: int = 0
+    ) -> Callable[[str, torch.device], Tensor]:
+        """Return a function that gives the layers of a graph their state.
+
+        Args:
+            graph: the layers.
+            replication: the pipelines.
+            pipeline: the one whose layers these are. Beyond the first one, layers have copies of
+                the model's buffers. What they write to these is their own.
+        """
+        changed, read = mutated(graph), read_back(graph.layers)
         # what layers change has to be the model's own
-        copied = graph.constants - mutated(graph)
+        copied = graph.constants - changed
+        if pipeline:
+            copied |= graph.state.keys() - changed
 
         def find(name: str, place: torch.device) -> Tensor:
+            state = graph.state[name]
             if name not in self.parameters:
+                if name in copied:
+                    return self._plain(state, place)
+                home = devices.location(state)
+                own = replication.of(home)[pipeline]
                 return (
-                    self._plain(graph.state[name], place) if name in copied else graph.state[name]
+                    state
+                    if devices.same(own, home)
+                    else self._buffer(name, state, own, name in read)
                 )
             for (known, where), alias in self.aliases.items():
                 if known == name and devices.same(where, place):
@@ -110,19 +140,66 @@ class Weights:
         self._read[id(copy)] = copy
         return copy.tensor
 
+    def _buffer(self, name: str, state: Tensor, place: torch.device, is_read: bool) -> Tensor:
+        """Return a pipeline's own copy of a buffer that its layers write to.
+
+        If they read it, too, every batch begins with the model's values.
+        """
+        if (name, place) not in self._buffers:
+            self._buffers[name, place] = devices.copy(state, place)
+            if is_read:
+                self._followed.append((self._buffers[name, place], state))
+        return self._buffers[name, place]
+
+    @torch.no_grad()
     def refresh(self) -> None:
         """Bring the copies of plain tensors up to date, before a batch begins."""
         for copy in self._read.values():
             copy.refresh()
+        for buffer, state in self._followed:
+            devices.fill(buffer, state)
 
     def _alias(self, name: str, place: torch.device) -> Tensor:
         parameter = self.parameters[name]
+        if not parameter.requires_grad and not self.owned(name, place):
+            self.aliases[name, place] = self._plain(parameter, place)
+            return self.aliases[name, place]
         alias = devices.move(parameter.detach(), place).requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
-            alias.grad = torch.zeros_like(alias, requires_grad=False)
+            if self.owned(name, place):  # others are given theirs by ``bind``
+                alias.grad = torch.zeros_like(alias, requires_grad=False)
             self._handles.append(alias.register_post_accumulate_grad_hook(weakly(self._passed)))  # type: ignore[no-untyped-call]
         self.aliases[name, place] = alias
         return alias
+
+    def bind(self, parts: Sequence[Segment], pieces: int) -> None:
+        """Prepare the exchange between the devices of a parameter, before stages are made.
+
+        Args:
+            parts: the segments of all pipelines, one pipeline after the other, over these aliases.
+            pieces: segments of one pipeline.
+        """
+        if self._is_bound:
+            return
+        self._is_bound = True
+        keys = {id(alias): key for key, alias in self.aliases.items()}
+        users: dict[tuple[str, torch.device], list[int]] = {}
+        for index, part in enumerate(parts):
+            for key in dict.fromkeys(
+                keys[id(tensor)]
+                for step in part.steps
+                for tensor in step.state
+                if id(tensor) in keys
+            ):
+                users.setdefault(key, []).append(index)
+        travelling: list[Shared] = []
+        for name, parameter in self.parameters.items():
+            held = {place: alias for (known, place), alias in self.aliases.items() if known == name}
+            if not parameter.requires_grad or all(self.owned(name, place) for place in held):
+                continue
+            readers = {place: users[name, place] for place in held}
+            travelling.append(Shared(name, parameter, held, readers))
+        self._exchange = Exchange.between(travelling, pieces)
 
     def reach(self, alias: Tensor) -> None:
         """Note that a backward pass, which may be recorded, gives this alias a gradient.
@@ -164,44 +241,50 @@ class Weights:
         their own storage and the addresses of their data.
         """
         used = [self.parameters[name] for name, _ in self.aliases]
+        own = [key for key in self.aliases if self.owned(*key)]
         return (
             used,
             [alias.requires_grad for alias in self.aliases.values()],
-            [parameter for parameter, _ in self._own],
-            devices.addresses([alias for _, alias in self._own]),
+            [self.parameters[name] for name, _ in own],
+            devices.addresses([self.aliases[key] for key in own]),
         )
 
     @cached_property
-    def _held(self) -> dict[torch.device, _Held]:
-        held: dict[torch.device, _Held] = {}
+    def _totals(self) -> dict[torch.device, list[_Total]]:
+        """The trained parameters and their gradients, by the device of the parameter."""
+        gradients = self._exchange.gradients
+        aliases: dict[str, dict[torch.device, Tensor]] = {}
         for (name, place), alias in self.aliases.items():
-            here = held.setdefault(place, _Held())
-            (here.own if self.owned(name, place) else here.replicas).append(
-                (self.parameters[name], alias)
+            aliases.setdefault(name, {})[place] = alias
+        totals: dict[torch.device, list[_Total]] = {}
+        for name, held in aliases.items():
+            parameter = self.parameters[name]
+            if not parameter.requires_grad:
+                continue
+            own = next((alias for place, alias in held.items() if self.owned(name, place)), None)
+            gradient = (
+                gradients[name] if name in gradients else own.grad if own is not None else None
             )
-        return held
+            assert gradient is not None
+            one = _Total(name, parameter, gradient, frozenset(map(id, held.values())))
+            totals.setdefault(devices.location(parameter), []).append(one)
+        return totals
 
     @cached_property
-    def _own(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters that belong to the device of an alias, with it, of all devices."""
-        return [pair for held in self._held.values() for pair in held.own]
+    def _frozen(self) -> list[nn.Parameter]:
+        """The parameters in use that are not trained."""
+        used = (self.parameters[name] for name, _ in self.aliases)
+        return [parameter for parameter in used if not parameter.requires_grad]
 
-    @cached_property
-    def _guests(self) -> list[nn.Parameter]:
-        """Parameters that no layer uses where they belong: only replicas give them gradients."""
-        own = {id(parameter) for parameter, _ in self._own}
-        return [
-            self.parameters[name]
-            for name, _ in self.aliases
-            if id(self.parameters[name]) not in own
-        ]
+    @property
+    def exchange(self) -> Exchange:
+        """The copies between the devices that use one parameter."""
+        return self._exchange
 
     @cached_property
     def homes(self) -> frozenset[torch.device]:
         """The devices of parameters that have replicas elsewhere."""
-        return frozenset(
-            devices.location(item) for held in self._held.values() for item, _ in held.replicas
-        )
+        return self._exchange.homes
 
     @torch.no_grad()
     def begin(
@@ -209,6 +292,7 @@ class Weights:
         lanes: Mapping[torch.device, Lane],
         begun: Mapping[torch.device, Mark],
         keep: Keep = keep_none,
+        courier: Courier | None = None,
     ) -> None:
         """Make the gradients ready for a batch, and bring replicas up to date.
 
@@ -217,75 +301,80 @@ class Weights:
             begun: by device, including ``homes``, when the parameters there are up to date.
             keep: whether the batch adds to the gradient that a parameter has; otherwise it begins
                 at zero.
+            courier: for the copies to replicas; None if there are none.
         """
-        unreached = (parameter for parameter, alias in self._own if id(alias) not in self._reached)
-        for parameter in chain(self._guests, self.idle, unreached):
+        for parameter in chain(self.idle, self._frozen):
             if not keep(parameter):
                 parameter.grad = None
-        for place, held in self._held.items():
-            with lanes[place]:
-                for parameter, alias in held.own:
-                    self._leave_to_holder(parameter, alias)
-                own = [
-                    alias.grad
-                    for parameter, alias in held.own
-                    if not (keep(parameter) and self._adopt(parameter, alias))
+        prepared: dict[torch.device, Mark] = {}
+        fresh: set[str] = set()
+        for place, totals in self._totals.items():
+            lane = lanes.get(place)
+            if lane is None:
+                lane = Lane(place)
+                lane.wait(begun[place])
+            with lane:
+                for one in totals:
+                    if one.aliases.isdisjoint(self._reached) and not keep(one.parameter):
+                        one.parameter.grad = None
+                    self._leave_to_holder(one)
+                begins = [one for one in totals if not (keep(one.parameter) and self._adopt(one))]
+                fresh.update(one.name for one in begins)
+                cleared = [
+                    one.gradient for one in begins if one.name not in self._exchange.gradients
                 ]
-                cleared = [gradient for gradient in own if gradient is not None]
-                cleared += [alias.grad for _, alias in held.replicas if alias.grad is not None]
                 if cleared:
                     torch._foreach_zero_(cleared)
-                for parameter, alias in held.replicas:
-                    lanes[place].wait(begun[devices.location(parameter)])
-                    devices.fill(alias, parameter)
+            if place in self.homes:
+                prepared[place] = lane.mark()
+        if courier is not None:
+            self._exchange.begin(begun, prepared, fresh, courier)
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Add the gradients of replicas up, and hand every parameter its gradient."""
+    def finish(self, callers: Mapping[torch.device, Lane]) -> None:
+        """Hand every parameter its gradient, once all replicas' gradients were added to it.
+
+        Args:
+            callers: the lanes of the caller's own work, which waits for the gradients.
+        """
         # one batch has shown which of them a captured graph reaches
         while self._handles:
             self._handles.pop().remove()
-        for parameter, alias in self._own:
-            if id(alias) in self._reached and not self._has(parameter, alias):
-                self._hand(parameter, alias)
-        for held in self._held.values():
-            for parameter, alias in held.replicas:
-                if id(alias) in self._reached and alias.grad is not None:
-                    gradient = devices.copy(alias.grad, devices.location(parameter))
-                    parameter.grad = (
-                        gradient if parameter.grad is None else parameter.grad.add_(gradient)
-                    )
+        self._exchange.finish(callers)
+        for one in chain.from_iterable(self._totals.values()):
+            if not one.aliases.isdisjoint(self._reached) and not self._has(one):
+                self._hand(one)
 
-    def _has(self, parameter: nn.Parameter, alias: Tensor) -> bool:
+    def _has(self, one: _Total) -> bool:
         """Return whether the parameter's gradient is still the one that it was handed."""
-        known = self._handed.get(id(alias))
-        return known is not None and parameter.grad is not None and parameter.grad is known()
+        known = self._handed.get(id(one.parameter))
+        return (
+            known is not None and one.parameter.grad is not None and one.parameter.grad is known()
+        )
 
-    def _hand(self, parameter: nn.Parameter, alias: Tensor) -> None:
-        assert alias.grad is not None
-        parameter.grad = handed = alias.grad.detach()
-        self._handed[id(alias)] = ref(handed)
+    def _hand(self, one: _Total) -> None:
+        one.parameter.grad = handed = one.gradient.detach()
+        self._handed[id(one.parameter)] = ref(handed)
 
     @torch.no_grad()
     def leave_to_holders(self) -> None:
         """Copy gradients that the caller keeps, before passes are run for a recording."""
-        for parameter, alias in self._own:
-            self._leave_to_holder(parameter, alias)
+        for one in chain.from_iterable(self._totals.values()):
+            self._leave_to_holder(one)
 
-    def _leave_to_holder(self, parameter: nn.Parameter, alias: Tensor) -> None:
+    def _leave_to_holder(self, one: _Total) -> None:
         """Copy a gradient that the caller keeps after taking it from its parameter."""
-        if not self._has(parameter, alias):
-            known = self._handed.pop(id(alias), None)
+        if not self._has(one):
+            known = self._handed.pop(id(one.parameter), None)
             kept = None if known is None else known()
             if kept is not None:
                 kept.data = kept.clone()
 
-    def _adopt(self, parameter: nn.Parameter, alias: Tensor) -> bool:
+    def _adopt(self, one: _Total) -> bool:
         """Bring the gradient that a parameter has into its place; return False if it has none."""
-        if alias.grad is None or parameter.grad is None:
+        if one.parameter.grad is None:
             return False
-        if not self._has(parameter, alias):
-            alias.grad.copy_(parameter.grad)
+        if not self._has(one):
+            one.gradient.copy_(one.parameter.grad)
         return True
 
     def drop(self) -> None:

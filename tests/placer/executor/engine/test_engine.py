@@ -50,10 +50,13 @@ def test_two_replicas_of_a_stage_add_up_the_gradients_of_the_unsplit_model() -> 
         x, target = data[0]
         graph = capture_graph(model, x[:HALF])
         weights, courier = Weights.from_graph(graph), Courier()
-        stages = []
+        parts = []
         for place in places:
             # the same layers on each device, over aliases of the weights there
-            (part,) = segments(graph, [place] * len(graph.layers), weights.lookup(graph))
+            parts += segments(graph, [place] * len(graph.layers), weights.lookup(graph))
+        weights.bind(parts, pieces=1)
+        stages = []
+        for part, place in zip(parts, places, strict=True):
             (reads,), (writes,) = borders([part], graph.outputs)
             total = torch.zeros((), device=place, dtype=torch.float64)
             head = Head(graph.outputs, _loss, total, torch.ones((), device=place))
@@ -72,10 +75,11 @@ def test_two_replicas_of_a_stage_add_up_the_gradients_of_the_unsplit_model() -> 
             begun = {place: Lane(place, caller=True).mark() for place in owners}
             for stage in stages:
                 stage.head.total.zero_()
-            weights.begin(lanes, begun)
+            weights.begin(lanes, begun, courier=courier)
             feed = Feed(given, sizes, courier, begun, dims)
-            engine.run_batch(order, feed, InputGradients(given, sizes, courier, dims))
-            weights.finish()
+            gradients = InputGradients(given, sizes, courier, dims)
+            engine.run_batch(order, feed, gradients, exchange=weights.exchange)
+            weights.finish({place: Lane(place, caller=True) for place in owners})
             loss = sum(stage.head.total.cpu() for stage in stages)
             found = [loss, *(parameter.grad for parameter in model.parameters())]
             torch.testing.assert_close(found, wanted)

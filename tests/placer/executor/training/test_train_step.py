@@ -203,7 +203,7 @@ def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_mod
     follows them."""
     random = Random(seed)
 
-    def crossings(stages: Sequence[TrainingStage]) -> list[Transfer]:
+    def crossings(stages: Sequence[TrainingStage], _: Sequence[int]) -> list[Transfer]:
         maker = {name: index for index, stage in enumerate(stages) for name in stage.writes}
         reads = {
             (maker[name], index)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from races import Races, Site, watched
+from replicated import replicated
 from small_models import Skips, tokens_loss
 from splitting import CapturedOnce, scatter_layers
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 from placer.zoo import gpt
 
-ROWS, DEVICES, STEPS = 16, 3, 2
+ROWS, DEVICES, STEPS = 16, 3, 3
 
 
 def _skips() -> tuple[Tensor, Tensor, Any]:
@@ -86,19 +87,22 @@ def _train(
     schedule: Order,
     chunks: int,
     seed: int | None,
+    replicas: int = 1,
     deaf: Site | None = None,
 ) -> Races:
     """A caller who writes to all that is his as soon as a step returns: the batch, the gradients
     and the weights."""
     (inputs, target, loss_fn), both = MODELS[name][1](), kept(name)
     with (
-        logical_devices(DEVICES) as places,
+        logical_devices(DEVICES if replicas == 1 else 4) as places,
         both.flow(fine_grained=True) as flow,
         watched(monkeypatch, deaf) as races,
     ):
         model = both.model
         names = list(flow.layer_gpus)
-        if seed is None:
+        if replicas > 1:
+            flow.update_flow(replicated(model, replicas, 4 // replicas))
+        elif seed is None:
             flow.layer_gpus.update(
                 {layer: index * DEVICES // len(names) for index, layer in enumerate(names)}
             )
@@ -126,7 +130,7 @@ def _train(
     return races
 
 
-CASES: list[tuple[str, Order, int, int | None]] = [
+CASES: list[tuple[str, Order, int, int | None] | tuple[str, Order, int, None, int]] = [
     ("skips", "1f1b", 8, None),
     ("skips", "zero-bubble", 8, None),
     ("skips", "zero-bubble", 5, None),
@@ -138,15 +142,19 @@ CASES: list[tuple[str, Order, int, int | None]] = [
     ("views", "1f1b", 8, None),
     ("flat", "1f1b", 8, None),
     ("flat", "1f1b", 2, None),
+    ("skips", "1f1b", 1, None, 4),
+    ("skips", "zero-bubble", 3, None, 2),
+    ("tied gpt", "1f1b", 2, None, 4),
+    ("tied gpt", "1f1b", 2, None, 2),
 ]
-"""Model, schedule, micro-batches, and the seed of a map that comes back to devices; of 16 rows, 5
-are uneven."""
+"""Model, schedule, micro-batches, the seed of a map that comes back to devices, and replicas of
+each stage; of 16 rows, 5 are uneven."""
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_two_accesses_to_one_tensor_have_an_order(
-    case: tuple[str, Order, int, int | None], kept: Kept, monkeypatch: pytest.MonkeyPatch
+    case: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     races = _train(kept, monkeypatch, *case)
     assert races.found == []
@@ -163,6 +171,8 @@ def test_every_place_in_the_code_that_waits_is_needed(
         CASES[0],
         CASES[1],
         CASES[7],
+        CASES[11],
+        CASES[14],
     ]  # the quickest first: one race is enough
     sites = {site for case in cases for site in _train(kept, monkeypatch, *case).sites}
     idle = [

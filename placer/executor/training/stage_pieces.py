@@ -1,0 +1,86 @@
+"""The pieces of a stage whose gradients are exchanged: consecutive layers, with a pass each.
+
+    backward pass of the stage    [ piece 3 ][ piece 2 ][ piece 1 ][ piece 0 ]
+    gradients on their way                   [ of 3    ][ of 2    ][ of 1    ][ of 0    ]
+
+A stage's gradients leave when its backward pass is over. In pieces, most of them leave earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from placer.capture.layers import Layer, LayerGraph, tensor_bytes
+
+PIECES = 4
+"""Pieces of a stage. The exchange of the last piece to go backwards is never hidden, and each piece
+costs the host some graph launches and copies. Of the 2.8 GB of gradients of a GPT with 1.4 billion
+parameters in bf16, at 300 GB/s, four pieces leave about 2 ms."""
+
+
+def piece_starts(graph: LayerGraph, places: Sequence[torch.device], pieces: int) -> set[int]:
+    """Return the numbers of the layers with which a piece begins within a stage.
+
+    The pieces of a stage have about equally many bytes of gradients. Among borders that are about
+    as good, one that few values cross is taken.
+
+    Args:
+        graph: the layers.
+        places: the device of each.
+        pieces: the number of pieces of each stage; a stage of few layers has fewer.
+    """
+    layers, starts = graph.layers, set()
+    sizes = _gradient_bytes(graph)
+    crossing = _crossing(layers, graph.outputs)
+    borders = [index for index, pair in enumerate(pairwise(places), 1) if pair[0] != pair[1]]
+    for first, last in pairwise([0, *borders, len(layers)]):
+        sums = list(accumulate(sizes[first:last], initial=0))
+        total = sums[-1]
+        for number in range(1, pieces):
+            wanted, slack = total * number / pieces, total / (4 * pieces)
+            # a piece without gradients would only cost passes
+            choices = [
+                index
+                for index in range(first + 1, last)
+                if 0 < sums[index - first] < total and index not in starts
+            ]
+            if choices:
+                starts.add(
+                    min(
+                        choices,
+                        key=lambda index: (
+                            max(slack, abs(sums[index - first] - wanted)),
+                            crossing[index],
+                            abs(sums[index - first] - wanted),
+                        ),
+                    )
+                )
+    return starts
+
+
+def _gradient_bytes(graph: LayerGraph) -> list[int]:
+    """Return the bytes of the gradients that each layer is the first to use the parameters of."""
+    seen: set[str] = set()
+    sizes = []
+    for layer in graph.layers:
+        new = [name for name in layer.state if name not in seen and graph.state[name].requires_grad]
+        seen.update(new)
+        sizes.append(sum(tensor_bytes(graph.state[name]) for name in new))
+    return sizes
+
+
+def _crossing(layers: Sequence[Layer], outputs: Sequence[str]) -> list[int]:
+    """Return by layer how many values that were made before it are still read."""
+    last_read = dict.fromkeys(outputs, len(layers))
+    for index, layer in enumerate(layers):
+        for name in layer.reads:
+            last_read[name] = max(last_read.get(name, 0), index)
+    made: list[str] = []
+    counts = []
+    for index, layer in enumerate(layers):
+        counts.append(sum(last_read.get(name, -1) >= index for name in made))
+        made += layer.writes
+    return counts
