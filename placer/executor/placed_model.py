@@ -168,7 +168,7 @@ class PlacedModel:
             graph, places = self.layers(capture)
             self._drop_outdated_plans()  # if that moved state
             # With replicas most parameters are elsewhere. In training a call is rare, and copies of
-            # them would stay beside those that a training step has.
+            # them would stay in addition to the copies of a training step.
             replicated = self._settings.replication.count > 1
             make_copy = None if replicated and self.module.training else self.weights.copies.get
             parts = segments(graph, places, self.weights.lookup(graph), make_copy)

@@ -194,7 +194,7 @@ class TrainingEngine(Engine[TrainingStage]):
 
     def _backward(self, item: Pass, slot: TrainingSlot, batch: _Batch) -> None:
         sent_before, slot.sent = slot.sent, []
-        # the first backward pass of a device adds to gradients that were cleared beside the passes
+        # the first backward pass of a device adds to gradients that were cleared during the passes
         cleared = batch.exchange.cleared.pop(self.stages[item.stage].device, None)
         done = self.compute(item, slot, [*sent_before, cleared])
         # Gradients leave at once: the slot that waits for them is theirs until its backward pass,

@@ -64,8 +64,8 @@ class Recipe:
         target: structure of the target.
         schedule: the order of micro-batches.
         sizes: samples in each micro-batch of a batch; the last may be smaller than the others. With
-            several pipelines, samples in each part: one for each pipeline, then those of the next
-            micro-batch.
+            several pipelines, samples in each part: one for each pipeline, then the parts of the
+            next micro-batch.
         dims: of each input, the dimension that it is cut along; None where every micro-batch has
             all of it.
         goal_dims: the same of the target.

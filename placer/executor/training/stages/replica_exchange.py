@@ -163,7 +163,7 @@ class _Bucket:
 class Exchange:
     """The buckets of a model's parameters; empty if no parameter has replicas.
 
-    On every device two lanes run beside the passes::
+    On every device, two lanes run during the passes::
 
         outgoing    pack 0   pack 1   ...            parameters, just before their stage reads them
         incoming    clear gradients        add 1   add 0     gradients, behind their stage's passes

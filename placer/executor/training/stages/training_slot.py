@@ -93,8 +93,8 @@ class TrainingSlot(Slot):
         deferred: the weight gradients that the backward pass left to the weight-gradient pass.
         handed: static tensors of the stage before, on the same device, that wait for the gradients
             of values which come from it without a copy.
-        landing: static tensors that input gradients are copied to: those of ``handed``, and others
-            where other passes work in the memory in which the gradients are made.
+        landing: static tensors that input gradients are copied to: the gradients of ``handed``, and
+            others where other passes work in the memory in which the gradients are made.
         fetched: marks behind the copies of the outputs.
         sent: marks behind the copies of the input gradients.
         collected: static, in a stage with a loss: what the caller is given of the micro-batch.

@@ -301,7 +301,7 @@ class Weights:
             begun: by device, including ``homes``, when the parameters there are up to date.
             keep: whether the batch adds to the gradient that a parameter has; otherwise it begins
                 at zero.
-            courier: for the copies to replicas; None if there are none.
+            courier: for the copies to replicas; None without replicas.
         """
         for parameter in chain(self.idle, self._frozen):
             if not keep(parameter):
