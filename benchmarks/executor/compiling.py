@@ -104,7 +104,10 @@ def _refined(
     case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profile: Profile
 ) -> Placement:
     """Return the placement that is refined for compiled stages."""
-    asked = ours.question([profile], DEVICES, len(batch[0]))
+    # refine measures no replicas
+    asked = ours.question([profile], DEVICES, len(batch[0])).model_copy(
+        update={"replicas": "never"}
+    )
     part, goal = (tensor[: profile.batch_size] for tensor in batch)
     given: Any = {"request": asked, "loss_fn": case.loss, "target": goal}
     found = refine(solve(asked), copy.deepcopy(model), part, rounds=2, compile=_backend(), **given)

@@ -248,17 +248,18 @@ def _local(tensor: Tensor) -> Tensor:
 def _placed(profiles: Sequence[Profile], count: int) -> Placement:
     """Return the placement with the shortest steady-state step.
 
-    Stand-ins get three quarters of the memory that the model needs on one device.
+    At tiny sizes, devices get a little less memory than the model needs on one of them.
     """
     asked = ours.question(profiles, count, SAMPLES)
     if cases.is_small():
-        request = PlacementRequest(
-            profile=profiles[0], objective="memory", constraints=Constraints(max_devices=1)
+        one = {"objective": "memory", "constraints": Constraints(max_devices=1)}
+        alone = min(
+            solve(PlacementRequest(profile=found, **one)).devices[0].memory.total_bytes
+            for found in profiles
         )
-        alone = solve(request).devices[0].memory.total_bytes
         assert asked.cluster is not None
         limited = [
-            device.model_copy(update={"memory_bytes": 3 * alone // 4, "reserve_bytes": 0})
+            device.model_copy(update={"memory_bytes": alone - 1, "reserve_bytes": 0})
             for device in asked.cluster.devices
         ]
         asked = asked.model_copy(

@@ -101,7 +101,9 @@ def test_a_quantised_model_with_adapters_is_profiled_and_placed_for_training(kin
         progress=False,
         constraints=placer.Constraints(min_devices=2),
     )
-    assert {device.memory.grad_bytes for device in placement.devices} == {4 * (2 * 4 * 64 + 64)}
+    # timings decide where the cut is, which need not be in the middle
+    total = sum(device.memory.grad_bytes for device in placement.devices)
+    assert total == 2 * 4 * (2 * 4 * 64 + 64)
 
 
 def test_peft_adapters_over_bitsandbytes_layers_train_as_in_the_unsplit_model() -> None:
