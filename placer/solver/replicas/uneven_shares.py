@@ -60,6 +60,7 @@ class SharedBatch:
         samples: by replica, its samples of each micro-batch.
         chunks: micro-batches in a batch.
         step_ms: the time of a step.
+        bound_ms: a lower bound on the steps with other shares of these devices and micro-batches.
         replication: what the devices exchange.
     """
 
@@ -67,6 +68,7 @@ class SharedBatch:
     samples: tuple[int, ...]
     chunks: int
     step_ms: float
+    bound_ms: float
     replication: Replication
 
 
@@ -75,6 +77,8 @@ class _TimesBySize(NamedTuple):
 
     Attributes:
         passes: both passes of a micro-batch.
+        optimizer: the optimizer without replicas. Each measured size has its own measurement of
+            it, which also counts for the sizes up to the next one.
         tails: by piece in the order of backward passes, what follows it in the pass.
         tail_bytes: the bytes of their gradients.
         forwards: by piece in the order of forward passes, its forward time.
@@ -82,6 +86,7 @@ class _TimesBySize(NamedTuple):
     """
 
     passes: Times
+    optimizer: Times
     tails: list[Times]
     tail_bytes: list[int]
     forwards: list[Times]
@@ -153,7 +158,7 @@ class UnevenShares:
             bound = one.bound
             if bound < known * (1 - PROVEN_GAP / 2) and not self._over():
                 best = self._best_of(one)
-                bound = inf if best is None else best.step_ms
+                bound = inf if best is None else best.bound_ms
                 if best is not None and best.step_ms < self._step_of(replicas):
                     self.found[replicas] = best
             self.bounds[replicas] = min(self.bounds.get(replicas, inf), bound)
@@ -173,7 +178,9 @@ class UnevenShares:
             shared = replication([members], self._links)
             if shared is None:
                 continue
-            optimizer_ms = self._longest_optimizer_ms(devices) / shared.replicas
+            # the least of any share's size, so that it holds for all shares
+            least_ms = max(float(self._by_size(device).optimizer.min()) for device in devices)
+            optimizer_ms = least_ms / shared.replicas
             rate = sum(self._best_rate(device) for device in devices)
             for chunks in range(1, whole // (self._least * len(devices)) + 1):
                 samples, rest = divmod(whole, chunks)
@@ -212,12 +219,6 @@ class UnevenShares:
             np.max(np.divide(sizes, time_ms, where=time_ms > 0, out=np.full_like(time_ms, inf)))
         )
 
-    def _longest_optimizer_ms(self, devices: Sequence[int]) -> float:
-        """Return the time of the longest optimizer without replicas."""
-        layers = self._problem.layers
-        kinds = {self._problem.devices[device].type for device in devices}
-        return max(sum(layer.optimizer_ms.get(kind, 0.0) for layer in layers) for kind in kinds)
-
     # Times by size
 
     def _pass_ms(self, device: int) -> Times:
@@ -255,11 +256,17 @@ class UnevenShares:
             for one in self._profiles
         ]
 
+        totals = [
+            sum(layer.optimizer_ms.get(kind, 0.0) for layer in one.layers) for one in self._profiles
+        ]
+        optimizer = np.array(totals)[np.searchsorted(known, sizes, side="right") - 1]
+
         def by_size(measured: Sequence[float]) -> Times:
             return np.asarray(np.interp(sizes, known, measured))
 
         return _TimesBySize(
             by_size(passes),
+            optimizer,
             [by_size([time_ms for time_ms, _ in piece]) for piece in zip(*tails, strict=True)],
             [size for _, size in tails[0]],
             [by_size([time_ms for _, time_ms in piece]) for piece in zip(*forwards, strict=True)],
@@ -282,12 +289,27 @@ class UnevenShares:
                 if not self._fits(one, device)[share - self._least]
             ]
             if not misfits:
-                step_ms = longest_ms + one.optimizer_ms
-                return SharedBatch(one.devices, shares, one.chunks, step_ms, one.replication)
+                optimizer_ms = self._optimizer_ms(one, shares)
+                return SharedBatch(
+                    one.devices,
+                    shares,
+                    one.chunks,
+                    longest_ms + optimizer_ms,
+                    longest_ms + one.optimizer_ms,
+                    one.replication,
+                )
             for place in misfits:
                 costs_ms[place] = np.where(
                     self._fits(one, one.devices[place]), costs_ms[place], inf
                 )
+
+    def _optimizer_ms(self, one: _Candidate, shares: Sequence[int]) -> float:
+        """Return the time of the longest optimizer with these shares."""
+        longest = max(
+            float(self._by_size(device).optimizer[share - self._least])
+            for device, share in zip(one.devices, shares, strict=True)
+        )
+        return longest / one.replication.replicas
 
     def _costs_ms(self, one: _Candidate, device: int) -> Times:
         """Return, by size, the time of a device between the optimizers of two steps."""

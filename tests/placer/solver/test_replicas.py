@@ -198,6 +198,28 @@ def test_fast_devices_take_more_samples():
     assert placement.step.measured_batch_sizes == (2, 8)
 
 
+def test_optimizers_that_were_measured_anew_for_each_size_count_by_size():
+    request = unlike_request()
+
+    def with_optimizer(profile, time_ms):
+        kinds = dict.fromkeys("tu", time_ms)
+        layers = [one.model_copy(update={"optimizer_ms": kinds}) for one in profile.layers]
+        return profile.model_copy(update={"layers": tuple(layers)})
+
+    request = request.model_copy(
+        update={
+            "profile": with_optimizer(request.profile, 1.0),
+            "profiles": tuple(with_optimizer(one, 1.1) for one in request.profiles),
+        }
+    )
+    placement = solve(request)  # which checks the answer
+    # shares of fewer than 8 samples lie above the size with the longer optimizer
+    shares = [replica.samples for replica in placement.replicas["d0"]]
+    assert min(shares) < 8
+    assert placement.step.optimizer_ms == pytest.approx(8 * 1.1 / len(shares))
+    assert placement.bound <= placement.objective_value
+
+
 def unlike_request():
     """Two slow devices and one that is twice as fast; two measured sizes."""
     request = step_request(devices=3, size=8, chunks=1, batch_size=16, schedule="1f1b")
