@@ -194,7 +194,7 @@ def test_a_model_that_cannot_be_captured_is_named_with_the_reason():
         (lambda g: g["state"][0].update(dtype="object"), "dtype: should be .*, not .object."),
         (
             lambda g: g["layers"][0]["operations"][0]["args"].append({"code": "x"}),
-            "no argument that can be sent",
+            "not an argument that can be sent",
         ),
         (
             lambda g: g["layers"][0]["operations"][0]["args"].append([[[[[1]]]]]),
@@ -202,13 +202,13 @@ def test_a_model_that_cannot_be_captured_is_named_with_the_reason():
         ),
         (
             lambda g: g["layers"][0]["operations"][0]["args"].append({"ref": "r0", "dtype": "x"}),
-            "no argument",
+            "not an argument",
         ),
         (lambda g: g["layers"][0]["operations"][0]["args"].append(2**70), "64 bits"),
         (lambda g: g["layers"][0]["operations"][0]["args"].append("x" * 65), "at most 64"),
         (
             lambda g: g["layers"][0]["operations"][0]["args"].append({"device": "cuda:0"}),
-            "no argument that can be",
+            "not an argument that can be",
         ),
     ],
 )

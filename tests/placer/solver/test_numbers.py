@@ -48,7 +48,7 @@ def test_fewer_parts_than_devices_demanded_is_infeasible(chain):
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"min_devices": 3}, "there are 2"),
+        ({"min_devices": 3}, "the cluster has 2 devices"),
         ({"min_devices": 2, "max_devices": 1}, "constraints.max_devices is 1"),
     ],
 )
