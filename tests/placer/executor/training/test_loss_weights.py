@@ -105,7 +105,7 @@ def test_torchs_losses_of_labels_are_weighed_by_those_that_they_count(
 def test_labels_of_a_sequence_first_target_are_counted_for_each_sample(
     length: int, weight: Tensor | None, hooked: bool
 ) -> None:
-    """The counts were those of the steps, along dimension 0, whatever the batch dimension was."""
+    """The steps counted labels along dimension 0, whatever the batch dimension was."""
     x = torch.linspace(-1, 1, length * N * 4, dtype=torch.float64).reshape(length, N, 4)
     labels = torch.arange(length * N).reshape(length, N) % CLASSES
     # The samples have 0, 1, 2, ... labels that do not count.
