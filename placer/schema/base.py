@@ -74,6 +74,20 @@ it."""
 Replicas = Literal["never", "auto"]
 """Whether stages may be replicated; ``auto``: where this makes the objective smaller."""
 
+FormatName = Literal[
+    "accelerate",
+    "deepspeed",
+    "llama.cpp",
+    "megatron",
+    "pipedream",
+    "pipelining",
+    "piper",
+    "torchgpipe",
+    "torchtitan",
+    "vllm",
+]
+"""A format in which another engine takes a placement; ``placer.exports`` writes it."""
+
 Limiting = Literal["memory", "link", "layer", "compute"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 

@@ -20,6 +20,7 @@ from placer.schema.base import (
     IN_ORDER,
     MAX_DEVICES,
     MAX_LAYERS,
+    FormatName,
     Name,
     Objective,
     Recompute,
@@ -135,6 +136,11 @@ class SolveOptions(Wire):
     ``auto``: in training, under objectives ``step`` and ``throughput``, also consider data
     parallelism, and pipelines that are replicated on equal groups of devices. Placements that pin
     or forbid layers have no replicas. See the page about replicas in the documentation."""
+
+    for_format: FormatName | None = None
+    """Consider only placements that this format of another engine can express.
+
+    Such a placement can be exported, see ``Placement.export``. None: all placements."""
 
     transfers: Transfers = "added"
     """How transfers count: as time added to compute, or overlapped with it.

@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints
 from placer.schema.base import (
     SCHEMA_VERSION,
     Bytes,
+    FormatName,
     Limiting,
     Milliseconds,
     Name,
@@ -21,6 +22,7 @@ from placer.schema.base import (
 )
 from placer.schema.batch_options import BatchOptions
 from placer.schema.device_map import Place, device_map
+from placer.schema.export import Export
 
 
 class MemoryUse(Wire):
@@ -371,3 +373,42 @@ class Placement(Wire):
                 or splits a tied parameter.
         """
         return device_map(self.layer_devices, model)
+
+    def export(self, format: FormatName, model: Any = None) -> Export:
+        """Return the placement in the format of another engine.
+
+        Args:
+            format: ``"accelerate"``, ``"deepspeed"``, ``"llama.cpp"``, ``"megatron"``,
+                ``"pipedream"``, ``"pipelining"`` (of torch.distributed), ``"piper"``,
+                ``"torchgpipe"``, ``"torchtitan"`` or ``"vllm"``.
+            model: the ``nn.Module`` that was placed, possibly on meta. With it, formats that name
+                or count modules also cover modules without operations. None (default): the modules
+                that layers name.
+
+        Returns:
+            The text for the engine, and notes about what the text cannot say.
+
+        Raises:
+            InputError: the format is unknown.
+            PlacementError: the format cannot express this placement; the message names the layers.
+                ``for_format`` of ``suggest`` and of requests restricts a search to placements that
+                a format can express.
+        """
+        # Formats use types of this package, so they are imported when they are first used.
+        from placer.exports.formats import format_named
+        from placer.exports.plan import Plan
+
+        plan = Plan(
+            layer_devices=self.layer_devices,
+            replicas={
+                device: [replica.device for replica in replicas]
+                for device, replicas in self.replicas.items()
+            },
+            recompute=self.recompute,
+            training=self.training,
+            batch_size=self.batch_size,
+            chunks=self.chunks,
+            schedule=self.schedule,
+            model=model,
+        )
+        return format_named(format).export(plan)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from placer.errors import PlacementError
+from placer.exports.restriction import expressible
 from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
 from placer.solver.referee import recompute, replicas, step
 from placer.solver.referee.claims import close, equal, near, require
@@ -40,6 +41,10 @@ def check(request: PlacementRequest, placement: Placement) -> None:
         PlacementError: what is claimed, and what is true.
     """
     equal("id", placement.id, request.content_hash())
+    asked = expressible(request)
+    if asked is not request:
+        check(asked, placement.model_copy(update={"id": asked.content_hash()}))
+        return
     if placement.replicas:
         _check_replicas(request, placement)
         return

@@ -27,6 +27,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from placer.errors import InputError, kind_of
+from placer.exports.restriction import expressible
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
 from placer.solver import answer, ties
 from placer.solver.bounds import simple_bounds
@@ -118,6 +119,12 @@ def solve(
         raise InputError(
             f"solve was given {kind_of(request)}; give a placer.PlacementRequest(profile=profile)"
         )
+    asked = expressible(request)
+    if asked is not request:
+        placement = solve(asked, progress=progress, stop=stop)
+        placement = placement.model_copy(update={"id": request.content_hash()})
+        check(request, placement)
+        return placement
     meter = Meter(request.work_limit or inf)
     if may_replicate(request):
         placement = _replica_search(request, progress, stop, meter).answer()

@@ -1,0 +1,127 @@
+"""The base class of formats: what a format can express, how it is written, and how it is read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from placer.errors import PlacementError
+from placer.exports.plan import Plan, Segment, placed_units, segments
+from placer.exports.units import Unit
+from placer.schema.base import FormatName
+from placer.schema.export import Export
+
+
+class Format(ABC):
+    """A format in which another engine takes a placement.
+
+    Attributes:
+        name: as users write it.
+        title: the engine and its setting, for messages.
+        source: the documentation or source that defines the grammar, with the version read.
+        in_segments: whether each device holds one segment of the execution order.
+        replicates: whether the engine also runs equal copies of the pipeline.
+        copies_shared: whether layers that share parameters may be on several devices.
+    """
+
+    name: ClassVar[FormatName]
+    title: ClassVar[str]
+    source: ClassVar[str]
+    in_segments: ClassVar[bool] = True
+    replicates: ClassVar[bool] = False
+    copies_shared: ClassVar[bool] = False
+
+    @abstractmethod
+    def units(self, layers: Sequence[str]) -> list[Unit]:
+        """Return the groups of layers that the format places as a whole.
+
+        Args:
+            layers: the names of all layers, in execution order.
+        """
+
+    @abstractmethod
+    def text(self, plan: Plan) -> str:
+        """Return the text for the engine; ``export`` has checked the number of replicas."""
+
+    @abstractmethod
+    def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
+        """Return the device of each layer that a text of this format states.
+
+        Args:
+            text: in the format, as ``text`` writes it or as users of the engine write it.
+            layers: the names of all layers, in execution order.
+            devices: the names of the devices; stage or rank i is on device i.
+
+        Raises:
+            InputError: the text is not in this format, or does not fit the layers or devices.
+        """
+
+    def notes(self, plan: Plan) -> list[str]:
+        """Return what the text cannot say, as sentences for the user of the engine."""
+        devices = list(dict.fromkeys(plan.layer_devices.values()))
+        found = []
+        if self.in_segments and devices != sorted(devices, key=_natural):
+            found.append(
+                f"The ranks of the engine, in order, are the devices {', '.join(devices)}."
+            )
+        if plan.pipelines > 1:
+            found.append(f"Run {plan.pipelines} equal copies of the pipeline, by data parallelism.")
+        if plan.recompute:
+            found.append(
+                "Recompute the forward passes (activation checkpointing) of the stages on "
+                f"{', '.join(plan.recompute)}."
+            )
+        return found
+
+    def export(self, plan: Plan) -> Export:
+        """Return the placement in this format.
+
+        Args:
+            plan: the placement.
+
+        Raises:
+            PlacementError: the format cannot express it.
+        """
+        if not plan.layer_devices:
+            raise PlacementError(f"this placement places no layer, so {self.title} cannot have it")
+        if plan.pipelines > 1 and not self.replicates:
+            raise PlacementError(
+                f"{self.title} has no replicas, and this placement shares the layers of "
+                f"{next(iter(plan.replicas))} among {plan.pipelines} devices: {self.advice}"
+            )
+        if len(set(map(len, plan.replicas.values()))) > 1:
+            raise PlacementError(
+                f"{self.title} needs equally many replicas of every stage, and this placement has "
+                f"{', '.join(f'{len(each)} of {device}' for device, each in plan.replicas.items())}"
+                f": {self.advice}"
+            )
+        return Export(format=self.name, text=self.text(plan), notes=tuple(self.notes(plan)))
+
+    @property
+    def advice(self) -> str:
+        """Return how to obtain a placement that the format can express."""
+        return f"solve again with for_format={self.name!r} (--for-format {self.name})"
+
+    def placed_units(self, plan: Plan) -> list[tuple[Unit, str]]:
+        """Return each unit with its device.
+
+        Raises:
+            PlacementError: the layers of a unit are on several devices.
+        """
+        units = self.units(list(plan.layer_devices))
+        return list(zip(units, placed_units(plan, units, self.title, self.advice), strict=True))
+
+    def segments(self, plan: Plan) -> list[Segment]:
+        """Return the segments of the pipeline, each on its own device.
+
+        Raises:
+            PlacementError: the layers of a unit are on several devices, or a device has several
+                segments.
+        """
+        return segments(plan, self.units(list(plan.layer_devices)), self.title, self.advice)
+
+
+def _natural(device: str) -> tuple[str, int]:
+    kind, _, index = device.rpartition(":")
+    return (kind, int(index)) if index.isdigit() else (device, 0)

@@ -1,0 +1,111 @@
+"""Units of a format: groups of layers that a format places as a whole.
+
+layers   embed  rotary  layers.0.attn  layers.0.mlp  layers.1.attn  layers.1.mlp  norm  head
+units    [embed rotary] [layers.0                 ]  [layers.1               ]    [norm] [head]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from placer.schema.base import MERGED, WHOLE
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that a format places as a whole.
+
+    Attributes:
+        keys: the names that the format gives to the parts of the unit, in execution order.
+        layers: the names of its layers, in execution order.
+    """
+
+    keys: tuple[str, ...]
+    layers: tuple[str, ...]
+
+
+def modules_of(layer: str) -> list[str]:
+    """Return the module paths that a layer's name contains; ``""`` for the model itself.
+
+    A merged layer names several modules. Later calls of a module have a suffix ``@1``.
+    """
+    paths = [part.partition("@")[0] for part in layer.split(MERGED)]
+    return ["" if path == WHOLE else path for path in paths]
+
+
+def block_path(module: str) -> str | None:
+    """Return the path of the outermost numbered module around a module; None without one.
+
+    Blocks of a model are the elements of a ``ModuleList`` or ``Sequential``, whose names are
+    numbers: ``model.layers.3`` for ``model.layers.3.mlp.up_proj``.
+    """
+    steps = module.split(".")
+    for depth, step in enumerate(steps):
+        if step.isdigit():
+            return ".".join(steps[: depth + 1])
+    return None
+
+
+def units_in_order(layers: Sequence[str], key: Callable[[str], str | None]) -> list[Unit]:
+    """Return units that follow one another in execution order.
+
+    Layers between two layers of a unit belong to the unit. So a module that is called twice forms
+    one unit with everything that runs between its calls.
+
+    Args:
+        layers: the names of all layers, in execution order.
+        key: the format's name for the part that a module path belongs to; None if the format does
+            not name it. Unnamed layers join the unit before them, or at the start the first unit.
+    """
+    keys_at = [_keys(layer, key) for layer in layers]
+    last = {each: index for index, keys in enumerate(keys_at) for each in keys}
+    begins: list[int] = []
+    reach = -1  # the last layer of the parts that began before
+    for index, keys in enumerate(keys_at):
+        if keys and index > reach:
+            begins.append(index)
+        reach = max([reach, *(last[each] for each in keys)])
+    begins = [0, *begins[1:]]  # unnamed layers at the start join the first unit
+    ends = [*begins[1:], len(layers)]
+    return [
+        _unit(layers, keys_at, begin, end) for begin, end in zip(begins, ends, strict=True) if end
+    ]
+
+
+def units_anywhere(layers: Sequence[str], key: Callable[[str], str]) -> list[Unit]:
+    """Return units for a format that places each module by itself, in any order.
+
+    Args:
+        layers: the names of all layers, in execution order.
+        key: the format's name for the part that a module path belongs to.
+    """
+    groups: list[tuple[dict[str, None], list[str]]] = []
+    for layer in layers:
+        keys = dict.fromkeys(key(path) for path in modules_of(layer))
+        joined = [group for group in groups if not group[0].keys().isdisjoint(keys)]
+        if not joined:
+            groups.append((keys, [layer]))
+            continue
+        # a merged layer joins all groups that it has modules of
+        first, *others = joined
+        for other in others:
+            first[0].update(other[0])
+            first[1].extend(other[1])
+            groups.remove(other)
+        first[0].update(keys)
+        first[1].append(layer)
+    order = {layer: index for index, layer in enumerate(layers)}
+    return [
+        Unit(tuple(keys), tuple(sorted(members, key=order.__getitem__))) for keys, members in groups
+    ]
+
+
+def _keys(layer: str, key: Callable[[str], str | None]) -> list[str]:
+    found = (key(path) for path in modules_of(layer))
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def _unit(layers: Sequence[str], keys_at: Sequence[Iterable[str]], begin: int, end: int) -> Unit:
+    keys = dict.fromkeys(each for keys in keys_at[begin:end] for each in keys)
+    return Unit(tuple(keys), tuple(layers[begin:end]))
