@@ -41,9 +41,9 @@ def check(request: PlacementRequest, placement: Placement) -> None:
         PlacementError: what is claimed, and what is true.
     """
     equal("id", placement.id, request.content_hash())
-    asked = expressible(request)
-    if asked is not request:
-        check(asked, placement.model_copy(update={"id": asked.content_hash()}))
+    restricted = expressible(request)
+    if restricted is not request:
+        check(restricted, placement.model_copy(update={"id": restricted.content_hash()}))
         return
     if placement.replicas:
         _check_replicas(request, placement)
