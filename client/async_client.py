@@ -25,6 +25,8 @@ from placer.schema import (
     Summary,
     Timeline,
 )
+from placer.schema.base import FormatName
+from placer.schema.export import Export
 from placer.schema.graph import ProfileRequest
 
 from .base import BaseClient
@@ -171,6 +173,10 @@ class AsyncClient(BaseClient):
     async def report(self, id: str) -> str:
         """See ``Client.report``."""
         return await self._carry_out(self._endpoints.text(id, "report"))
+
+    async def export(self, id: str, format: FormatName) -> Export:
+        """See ``Client.export``."""
+        return await self._carry_out(self._endpoints.export(id, format))
 
     async def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
         """See ``Client.profile``."""

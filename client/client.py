@@ -25,6 +25,8 @@ from placer.schema import (
     Summary,
     Timeline,
 )
+from placer.schema.base import FormatName
+from placer.schema.export import Export
 from placer.schema.graph import ProfileRequest
 
 from .base import BaseClient
@@ -266,6 +268,19 @@ class Client(BaseClient):
     def report(self, id: str) -> str:
         """Return a report of a placement as one HTML file."""
         return self._carry_out(self._endpoints.text(id, "report"))
+
+    def export(self, id: str, format: FormatName) -> Export:
+        """Return a placement in the format of another engine; see ``Placement.export``.
+
+        Args:
+            id: Id of the placement.
+            format: Name of the format, such as ``"vllm"``.
+
+        Raises:
+            InputError: There is no such format, or it cannot express the placement.
+            ServerError: There is no such placement, or the service cannot answer.
+        """
+        return self._carry_out(self._endpoints.export(id, format))
 
     def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
         """Measure the layers of a captured graph on the devices of the service's machine.

@@ -36,7 +36,9 @@ from placer.schema import (
     Status,
     Timeline,
 )
+from placer.schema.base import FormatName
 from placer.schema.batch import MAX_REQUESTS
+from placer.schema.export import Export
 from placer.schema.graph import ProfileRequest
 
 from . import errors
@@ -283,6 +285,11 @@ class Endpoints(Sender):
         """Request a presentation of a placement: ``trace`` or ``report``."""
         reply = yield from self.send(Call("GET", f"{_placement_path(key)}/{what}"))
         return str(reply.text)
+
+    def export(self, key: str, format: FormatName) -> Exchange[Export]:
+        """Request a placement in the format of another engine."""
+        where = f"{_placement_path(key)}/export?{urlencode({'format': format})}"
+        return (yield from self._get(Export, where))
 
     def stored_profile(self, key: str) -> Exchange[Profile]:
         """Request a profile that the service has."""

@@ -251,7 +251,8 @@ PACKAGES = (
     Package("placer/executor", "runs the model as placed", 2, 2, 2),
     Package("placer/report", "tables, timelines, pages", 0, 3, 2),
     Package("placer/capture", "from nn.Module to layer graph", 2, 3, 2),
-    Package("placer/schema", "requests, profiles, placements", 0, 4, 2),
+    Package("placer/schema", "requests and answers", 0, 4),
+    Package("placer/exports", "other engines' formats", 1, 4),
     Package("placer/schedule", "orders of passes as data", 2, 4),
     Package("placer/devices", "CUDA devices and stand-ins", 3, 4),
 )

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 import placer
 from placer import errors
-from placer.cli import caching, machine, measuring, profiling, serving, showing, solving
+from placer.cli import caching, exporting, machine, measuring, profiling, serving, showing, solving
 from placer.cli.terminal import err, settle_streams
 from placer.errors import PlacerError
 
@@ -61,6 +61,7 @@ for command in (
     measuring.refine,
     showing.show,
     showing.compare,
+    exporting.export,
     caching.cache,
     serving.serve,
     machine.doctor,

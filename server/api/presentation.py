@@ -1,12 +1,15 @@
-"""Routes that present a placement: its timeline, a trace and a report."""
+"""Routes that present a placement: its timeline, a trace, a report, and other formats."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
 from placer.schema import Timeline
+from placer.schema.base import FormatName
+from placer.schema.export import Export
 
 from ..judge.evaluation import EvaluationInput
+from ..judge.export import export_task
 from ..judge.timeline import report_task, timeline_task, trace_task
 from ..problem import Problem
 from ..web.replies import json_reply
@@ -52,11 +55,22 @@ async def get_report(request: Request, id: str, service: Serving) -> Response:
     return Response(content, headers=_attachment_headers("placement.html"), media_type="text/html")
 
 
+@router.get("/v1/placements/{id}/export", response_model=Export)
+async def get_export(request: Request, id: str, format: FormatName, service: Serving) -> Response:
+    """Return the placement in the format of another engine.
+
+    A placement that the format cannot express is refused. The field `for_format` of a request
+    restricts its placements to the format.
+    """
+    content = await _present(request, service, id, export_task, format.encode())
+    return json_reply(request, content, tagged=True)
+
+
 async def _present(
-    request: Request, service: Service, id: str, task: Task[bytes | Problem]
+    request: Request, service: Service, id: str, task: Task[bytes | Problem], body: bytes = b""
 ) -> bytes:
     return await service.evaluations.run(
-        task, EvaluationInput(b"", (await load_stored(service, id),)), client_name(request)
+        task, EvaluationInput(body, (await load_stored(service, id),)), client_name(request)
     )
 
 

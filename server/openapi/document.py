@@ -72,6 +72,7 @@ _PATH_STATUSES = {
     ("/v1/placements/{id}/timeline", "get"): ("404", "409", "422", "429", "500"),
     ("/v1/placements/{id}/trace", "get"): ("404", "409", "422", "429", "500"),
     ("/v1/placements/{id}/report", "get"): ("404", "409", "422", "429", "500"),
+    ("/v1/placements/{id}/export", "get"): ("404", "409", "422", "429", "500"),
     ("/v1/placements:evaluate", "post"): (
         "400",
         "404",

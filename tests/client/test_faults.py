@@ -263,3 +263,4 @@ def test_maps_are_compared_and_profiles_read_back(ask):
     assert ask(Faulty(), "stored_profile", key) == request().profile
     assert "<html" in ask(Faulty(), "report", placement.id)
     assert '"traceEvents"' in ask(Faulty(), "trace", placement.id)
+    assert ask(Faulty(), "export", placement.id, "vllm").text == "1,1"
