@@ -115,13 +115,16 @@ class AsyncClient(BaseClient):
 
     async def evaluate(
         self,
-        layer_devices: Mapping[str, str],
+        layer_devices: Mapping[str, str] | str,
         request: PlacementRequest | None = None,
         *,
         id: str | None = None,
+        format: FormatName | None = None,
+        best: bool = False,
     ) -> Evaluation:
         """See ``Client.evaluate``."""
-        return await self._carry_out(self._endpoints.evaluate(layer_devices, request, id))
+        exchange = self._endpoints.evaluate(layer_devices, request, id, format, best)
+        return await self._carry_out(exchange)
 
     async def compare(
         self,

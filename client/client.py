@@ -180,25 +180,31 @@ class Client(BaseClient):
 
     def evaluate(
         self,
-        layer_devices: Mapping[str, str],
+        layer_devices: Mapping[str, str] | str,
         request: PlacementRequest | None = None,
         *,
         id: str | None = None,
+        format: FormatName | None = None,
+        best: bool = False,
     ) -> Evaluation:
         """Evaluate a map of your own by the cost model that the solver minimises.
 
         Args:
-            layer_devices: Device of each layer.
+            layer_devices: Device of each layer, or a text in ``format``.
             request: Request that the map answers.
             id: Instead of ``request``, a placement of the same request. The evaluation then also
                 compares the map with that placement.
+            format: Format of another engine, as for ``Placement.export``. The map is then compared
+                with placements that this format can express.
+            best: Whether the service also solves for the best placement, in a few seconds, and
+                returns it with its speedup. For a longer solve, call ``place`` and give its ``id``.
 
         Raises:
-            InputError: The request has a fault, or neither or both of ``request`` and ``id`` are
-                given.
+            InputError: The request or the text has a fault, or neither or both of ``request`` and
+                ``id`` are given.
             ServerError: There is no such placement, or the service cannot answer.
         """
-        return self._carry_out(self._endpoints.evaluate(layer_devices, request, id))
+        return self._carry_out(self._endpoints.evaluate(layer_devices, request, id, format, best))
 
     def compare(
         self,

@@ -225,7 +225,12 @@ class Endpoints(Sender):
         return self.read(Placement, reply)
 
     def evaluate(
-        self, where: Map, request: PlacementRequest | None, key: str | None
+        self,
+        where: Map | str,
+        request: PlacementRequest | None,
+        key: str | None,
+        format: FormatName | None,
+        best: bool,
     ) -> Exchange[Evaluation]:
         """Evaluate a map."""
         if (request is None) == (key is None):
@@ -233,10 +238,16 @@ class Endpoints(Sender):
                 "give exactly one of request and id: the request that the map answers, or a"
                 " placement of it"
             )
-        content: dict[str, Any] = {"layer_devices": _layer_map(where)}
+        content: dict[str, Any] = (
+            {"text": where} if isinstance(where, str) else {"layer_devices": _layer_map(where)}
+        )
+        if format is not None:
+            content["format"] = format
         if request is not None:
             content["request"] = _request_fields(request)
-        query = f"?id={_quoted(key)}" if key is not None else ""
+        parameters = [f"id={_quoted(key)}"] if key is not None else []
+        parameters += ["best=true"] if best else []
+        query = f"?{'&'.join(parameters)}" if parameters else ""
         return (yield from self._post(Evaluation, f"/v1/placements:evaluate{query}", content))
 
     def compare(

@@ -34,6 +34,7 @@ from placer.errors import (
 if TYPE_CHECKING:
     from placer import distributed, testing
     from placer.capture.capture import capture_graph
+    from placer.evaluation.evaluate import evaluate
     from placer.executor.dataflow import DataFlow
     from placer.profiler.merge import merge_profiles
     from placer.profiler.profile import profile
@@ -85,6 +86,7 @@ __all__ = [
     "UnreachableError",
     "capture_graph",
     "distributed",
+    "evaluate",
     "gather_profile",
     "merge_profiles",
     "profile",
@@ -114,6 +116,7 @@ _HOMES = {
     "SolveOptions": "placer.schema",
     "SuggestOptions": "placer.schema",
     "capture_graph": "placer.capture.capture",
+    "evaluate": "placer.evaluation.evaluate",
     "gather_profile": "placer.profiler.remote.gather",
     "merge_profiles": "placer.profiler.merge",
     "profile": "placer.profiler.profile",

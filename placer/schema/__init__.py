@@ -24,7 +24,7 @@ from placer.schema.batch import Batch, BatchAnswer, BatchAnswers
 from placer.schema.batch_options import BatchOptions
 from placer.schema.cluster import Cluster, Device, Link, Node, NodeList, Rate
 from placer.schema.history import PlacementPage, Progress, Summary
-from placer.schema.judgement import Comparison, Evaluation, Fault, FaultKind, Move
+from placer.schema.judgement import Best, Comparison, Evaluation, Fault, FaultKind, Move
 from placer.schema.options import (
     Constraints,
     ProfileOptions,
@@ -56,6 +56,7 @@ __all__ = [
     "BatchAnswer",
     "BatchAnswers",
     "BatchOptions",
+    "Best",
     "Cluster",
     "Comparison",
     "Constraints",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Literal
 
-from placer.schema.base import Objective, Wire
-from placer.schema.placement import DeviceLoad, SingleDevice
+from placer.schema.base import FormatName, Objective, Wire
+from placer.schema.export import Export
+from placer.schema.placement import DeviceLoad, Placement, SingleDevice
 
 FaultKind = Literal[
     "layer-missing",
@@ -42,6 +44,22 @@ class Fault(Wire):
     missing_bytes: int = 0
 
 
+class Best(Wire):
+    """The best placement for the request of a map, and what it would gain.
+
+    Attributes:
+        placement: the best placement that was found; without layers if there is none.
+        export: the placement in the format of the request, if it has one.
+        speedup: the map's objective value by the placement's: 1.1 if the placement is 1.1 times
+            faster. None for objectives ``memory`` and ``devices``, and if one of the values is
+            missing.
+    """
+
+    placement: Placement
+    export: Export | None = None
+    speedup: float | None = None
+
+
 class Evaluation(Wire):
     """A layer map, evaluated by the cost model.
 
@@ -53,10 +71,12 @@ class Evaluation(Wire):
         stages: the devices that hold layers, in pipeline order.
         devices: the load of each device.
         single_device: the best single device.
-        best_id: the service's placement for the request, if any.
+        best_id: the id of the best known placement for the request, if any.
         best_value: its objective value.
         bound: its proven lower bound: no map is better.
         above_best: the relative difference to the best value; negative if the map is better.
+        format: the format to which the request restricts placements, if any.
+        best: the best placement, if it was asked for.
     """
 
     valid: bool
@@ -70,6 +90,12 @@ class Evaluation(Wire):
     best_value: float | None = None
     bound: float | None = None
     above_best: float | None = None
+    format: FormatName | None = None
+    best: Best | None = None
+
+    def to_json(self) -> str:
+        """Return the evaluation as readable JSON."""
+        return json.dumps(self.model_dump(mode="json"), indent=1)
 
 
 class Move(Wire):

@@ -22,6 +22,13 @@ from .service import Service, Serving, client_name, refuse_unfinished, valid_id
 router = APIRouter()
 
 Id = Annotated[str | None, Query(description="Use the request of the placement with this id.")]
+Best = Annotated[
+    bool,
+    Query(
+        description="Also return the best placement and what it would gain: the placement `id` if"
+        " it answers the same request, or else the result of a solve of at most 15 seconds."
+    ),
+]
 Ids = Annotated[
     list[str],
     Query(
@@ -33,15 +40,18 @@ Ids = Annotated[
 
 
 @router.post("/v1/placements:evaluate", response_model=Evaluation)
-async def evaluate(request: Request, service: Serving, id: Id = None) -> Response:
+async def evaluate(
+    request: Request, service: Serving, id: Id = None, best: Best = False
+) -> Response:
     """Evaluate a map of your own by the cost model that the solver minimises.
 
     The answer has the map's cost and lists its faults.
     """
+    limits = service.evaluations.best_limits if best else None
     stored = [await load_stored(service, id)] if id is not None else []
     async with service.body_reader.body(request) as body:
         content = await service.evaluations.run(
-            evaluate_task, EvaluationInput(body, tuple(stored)), client_name(request)
+            evaluate_task, EvaluationInput(body, tuple(stored), limits), client_name(request)
         )
     return json_reply(request, content)
 

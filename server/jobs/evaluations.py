@@ -1,6 +1,8 @@
 """Runner of evaluations of maps that users made, a few at a time.
 
-A client waits for each evaluation, and nothing is stored, so an evaluation is not a job.
+A client waits for each evaluation, and nothing is stored, so an evaluation is not a job. An
+evaluation that also solves for the best placement takes seconds instead of milliseconds. Such
+evaluations have a queue of their own, so that others do not wait for them.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 
-from ..judge.evaluation import EvaluationInput
+from ..judge.evaluation import EvaluationInput, SolveLimits
 from ..problem import Problem
 from ..quota import Quota
 from ..settings import Settings
@@ -18,14 +20,30 @@ AT_ONCE = 2
 MAX_WAITING = 32
 LIMIT_S = 30.0
 
+# Longest solve for the best placement, in seconds. The rest of LIMIT_S is for the evaluation, and
+# for solves that end later than their limit.
+BEST_LIMIT_S = 15.0
+
+BEST_AT_ONCE = 1
+MAX_BEST_WAITING = 2
+
 
 class Evaluations:
     """Runner of evaluations, with a queue of its own so that they do not wait for solves."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._free = asyncio.Semaphore(AT_ONCE)
-        self._quota = Quota(AT_ONCE + MAX_WAITING, settings.client_share, "evaluations", retry_s=1)
+        self._lane = _Lane(AT_ONCE, MAX_WAITING, settings, "evaluations", retry_s=1)
+        noun = "evaluations with best=true"
+        self._best_lane = _Lane(BEST_AT_ONCE, MAX_BEST_WAITING, settings, noun, retry_s=10)
+
+    @property
+    def best_limits(self) -> SolveLimits:
+        """Return the limits of a solve for the best placement."""
+        settings = self._settings
+        return SolveLimits(
+            min(BEST_LIMIT_S, settings.max_time_limit_s), settings.max_solver_workers
+        )
 
     async def run(self, task: Task[bytes | Problem], given: EvaluationInput, client: str) -> bytes:
         """Run an evaluation, and return its result.
@@ -40,8 +58,9 @@ class Evaluations:
             grace_s=0.0,
             memory_bytes=self._settings.worker_memory_bytes,
         )
-        with self._quota.held(client):
-            async with self._free:
+        lane = self._lane if given.best is None else self._best_lane
+        with lane.quota.held(client):
+            async with lane.free:
                 try:
                     result = await asyncio.to_thread(worker.run)
                 except Refused as error:
@@ -55,3 +74,13 @@ class Evaluations:
         if isinstance(result, Problem):
             raise result
         return result
+
+
+class _Lane:
+    """Evaluations of one kind, of which some run at once and others wait."""
+
+    def __init__(
+        self, at_once: int, waiting: int, settings: Settings, noun: str, retry_s: int
+    ) -> None:
+        self.free = asyncio.Semaphore(at_once)
+        self.quota = Quota(at_once + waiting, settings.client_share, noun, retry_s)

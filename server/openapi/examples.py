@@ -99,7 +99,11 @@ def evaluations() -> dict[str, dict[str, Any]]:
         "own map": {
             "summary": "Three layers on the first device",
             "value": {"request": _request(16, chunks=4), "layer_devices": own_map()},
-        }
+        },
+        "text of vLLM": {
+            "summary": "One block on the first device, as VLLM_PP_LAYER_PARTITION says it",
+            "value": {"request": _request(16, chunks=4), "format": "vllm", "text": "1,1"},
+        },
     }
 
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from rows import row
 from small_requests import examples, small_requests
 
+from placer.evaluation.compare import compare
 from placer.report.page import html_report
 from placer.report.pictures import placed_chart
 from placer.schema import Cluster, Constraints, Device, Link, Placement, PlacementRequest, Profile
 from placer.solver.referee import recompute, step
 from placer.solver.solve import solve
-from placer_server.judge.evaluation import compare
 from placer_server.judge.timeline import profile_of, timeline, trace
 
 MODELS = Path("benchmarks/workloads/models")

@@ -1,0 +1,66 @@
+"""Comparison of several maps, evaluated for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from placer.errors import InputError
+from placer.evaluation.evaluate import evaluated
+from placer.evaluation.faults import Map
+from placer.schema import Comparison, Move, Placement, PlacementRequest
+from placer.utils.units import count_text
+
+# Largest number of layers of a comparison that are listed; further ones are counted.
+MAX_MOVES = 1000
+
+
+def compare(
+    request: PlacementRequest,
+    maps: Mapping[str, Map],
+    placements: Mapping[str, Placement] | None = None,
+) -> Comparison:
+    """Evaluate maps for one request, and list where they differ.
+
+    Args:
+        request: The request.
+        maps: Device of each layer, by the name of the map.
+        placements: Placements from which maps come, by the map's name. Objective ``step`` evaluates
+            such a map with the placement's micro-batches and schedule, if the request allows them,
+            and other maps with the best choice.
+
+    Raises:
+        InputError: Fewer than two maps are given.
+    """
+    if len(maps) < 2:
+        raise InputError(
+            f"a comparison needs two or more maps, and {count_text(len(maps), 'map')} came; give"
+            " more, as ?id= of placements or as maps in the body"
+        )
+    of = placements or {}
+    for name, placement in of.items():
+        if placement.replicas:
+            raise InputError(
+                f"placement {name} has replicas, and a map has none; compare placements that were"
+                " solved with replicas='never'"
+            )
+    evaluations = [
+        evaluated(request, where, chosen_by=of.get(name)) for name, where in maps.items()
+    ]
+    values = [
+        (one.objective_value, name)
+        for name, one in zip(maps, evaluations, strict=True)
+        if one.valid and one.objective_value is not None
+    ]
+    every = [*dict.fromkeys(layer.name for layer in request.profile.layers)]
+    rows = [
+        Move(layer=layer, devices=tuple(where.get(layer) for where in maps.values()))
+        for layer in every
+    ]
+    moves = [row for row in rows if len(set(row.devices)) > 1]
+    return Comparison(
+        names=tuple(maps),
+        evaluations=tuple(evaluations),
+        best=min(values)[1] if values else None,
+        moves=tuple(moves[:MAX_MOVES]),
+        moved_layers=len(moves),
+    )

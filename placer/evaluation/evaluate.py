@@ -1,0 +1,255 @@
+"""Evaluation of a map: its cost, its faults, and what the best placement would gain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from placer.errors import InputError, kind_of
+from placer.evaluation.faults import (
+    Map,
+    constraint_faults,
+    link_faults,
+    memory_faults,
+    name_faults,
+    not_contiguous,
+    time_faults,
+)
+from placer.exports.formats import format_named
+from placer.exports.restriction import expressible
+from placer.schema import Evaluation, Placement, PlacementRequest, Profile, SolveOptions
+from placer.schema.base import FormatName
+from placer.schema.judgement import Best
+from placer.schema.options import combined
+from placer.solver import costs
+from placer.solver.answer import device_loads, single_device
+from placer.solver.problem import Problem
+from placer.solver.solve import solve
+from placer.solver.step.choices import best_for, question_of
+
+__all__ = ["evaluate", "evaluated", "for_format", "layer_devices_of", "with_best"]
+
+
+def evaluate(
+    request: PlacementRequest | Profile,
+    layer_devices: Mapping[str, str] | Placement | str,
+    format: FormatName | None = None,
+    *,
+    best: bool | Placement = True,
+    options: SolveOptions | None = None,
+    **fields: Any,
+) -> Evaluation:
+    """Evaluate a map of your own by the cost model, and compare it with the best placement.
+
+        placer.evaluate(profile, {"embed": "cuda:0", "head": "cuda:1"})
+        placer.evaluate(profile, "8,9,9,6", "vllm", time_limit_s=5)
+
+    Args:
+        request: the request that the map answers; or a profile, whose request has ``options``.
+        layer_devices: the device of each layer, a placement without replicas, or a text in
+            ``format``. Stage i of a text is on the i-th device of the request.
+        format: the format of another engine, as for ``Placement.export``. The best placement is
+            then the best one that this format can express. None: the best of all placements.
+        best: whether to solve for the best placement, in at most ``time_limit_s`` of the request;
+            or a placement of the same request, to compare with instead of solving.
+        options: what to solve, if ``request`` is a profile.
+        fields: single fields of ``options``, for short.
+
+    Returns:
+        The value of the objective, the load and memory of each device, and the violated
+        requirements. Its field ``best`` has the best placement, its speedup over the map, and its
+        text in ``format``.
+
+    Raises:
+        InputError: an argument has another type, the text is not in the format or does not fit the
+            layers or devices, or the placement has replicas.
+    """
+    asked = for_format(_request(request, options, fields), format)
+    chosen_by = layer_devices if isinstance(layer_devices, Placement) else None
+    found = evaluated(asked, layer_devices_of(asked, layer_devices), chosen_by=chosen_by)
+    if isinstance(best, Placement):
+        return with_best(found, asked, best)
+    return with_best(found, asked, solve(asked)) if best else found
+
+
+def _request(
+    request: Any, options: SolveOptions | None, fields: Mapping[str, Any]
+) -> PlacementRequest:
+    """Return the request that the caller gave, or made of a profile and options."""
+    if isinstance(request, Profile):
+        return PlacementRequest.from_options(
+            combined(SolveOptions, options, fields, evaluate), [request]
+        )
+    if not isinstance(request, PlacementRequest):
+        raise InputError(
+            f"request is {kind_of(request)}; give a placer.PlacementRequest or a placer.Profile"
+        )
+    if options is not None or fields:
+        given = next(iter(fields), "options")
+        raise InputError(
+            f"{given} is given together with a request, which has these fields itself; leave "
+            f"{given} out, or give a profile"
+        )
+    return request
+
+
+def for_format(request: PlacementRequest, format: FormatName | None) -> PlacementRequest:
+    """Return the request for placements that a format can express.
+
+    Args:
+        request: the request.
+        format: the format; None to return the request itself.
+
+    Raises:
+        InputError: the format is unknown, or the request has another one.
+    """
+    if format is None:
+        return request
+    form = format_named(format)
+    if request.for_format not in (None, form.name):
+        raise InputError(
+            f"format is {format!r}, and for_format of the request is {request.for_format!r}; leave "
+            "one of the two out"
+        )
+    return request.model_copy(update={"for_format": form.name})
+
+
+def layer_devices_of(request: PlacementRequest, given: Any) -> dict[str, str]:
+    """Return the device of each layer of a map, a placement or a text.
+
+    Args:
+        request: the request that the map answers; its ``for_format`` is the format of a text.
+        given: as for ``evaluate``.
+
+    Raises:
+        InputError: the value has another type; the text has no format, is not in it, or does not
+            fit; or the placement has replicas or no map.
+    """
+    if isinstance(given, str):
+        if request.for_format is None:
+            raise InputError(
+                f"layer_devices is the text {given!r:.80}, and no format is given; name its format,"
+                " such as 'vllm'"
+            )
+        return format_named(request.for_format).read(
+            given,
+            [layer.name for layer in request.profile.layers],
+            [device.name for device in request.devices],
+        )
+    if isinstance(given, Placement):
+        if given.replicas:
+            raise InputError(
+                "the placement has replicas, and a map has none; evaluate a placement that was "
+                "solved with replicas='never'"
+            )
+        if not given.layer_devices:
+            raise InputError(
+                f"the placement is {given.status}: it has no map; give one that has layer_devices"
+            )
+        given = given.layer_devices
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"layer_devices is {kind_of(given)}; give a dictionary from layer to device, a "
+            "Placement, or a text together with its format"
+        )
+    for layer, device in given.items():
+        if not isinstance(layer, str) or not isinstance(device, str):
+            raise InputError(
+                f"layer_devices has {layer!r:.80}: {device!r:.80}; give names of layers and devices"
+            )
+    return dict(given)
+
+
+def evaluated(
+    request: PlacementRequest,
+    where: Map,
+    best: Placement | None = None,
+    chosen_by: Placement | None = None,
+) -> Evaluation:
+    """Return the cost of a map and its faults.
+
+    The map has no replicas, even if the request allows them. The engine of ``request.for_format``
+    runs it, so what ``expressible`` adds to the request counts.
+
+    Args:
+        request: Request that the map answers.
+        where: Device of each layer.
+        best: Known placement of the request.
+        chosen_by: Placement from which the map comes. Objective ``step`` uses its micro-batches and
+            schedule if the request allows them, and else the best choice for the map.
+    """
+    form, request = request.for_format, expressible(request)
+    nothing = Evaluation(valid=False, faults=(), objective=request.objective, format=form)
+    faults = [*name_faults(request, where)]
+    if faults:
+        # Unknown names make every other check meaningless.
+        return nothing.model_copy(update={"faults": tuple(faults)})
+    if request.objective == "step":
+        request = (question_of(request, chosen_by) if chosen_by is not None else None) or best_for(
+            request, where
+        )
+    problem = Problem.from_request(request)
+    faults += constraint_faults(request, where)
+    faults += link_faults(request, where)
+    index = {device.name: number for number, device in enumerate(problem.devices)}
+    assignment = [index[where[layer.name]] for layer in problem.layers]
+    result = costs.evaluate(problem, assignment)
+    if result is None and costs.passable(problem, assignment):
+        faults.append(not_contiguous(request, where, _remedy(form)))
+        result = costs.evaluate(replace(problem, contiguous=False), assignment)
+    if result is None:
+        return nothing.model_copy(update={"faults": tuple(faults)})
+    loads = device_loads(problem, assignment, result)
+    faults += memory_faults(loads)
+    faults += time_faults(request, loads)
+    found = nothing.model_copy(
+        update={
+            "valid": not faults,
+            "faults": tuple(faults),
+            "objective_value": result.objective_value,
+            "stages": tuple(problem.devices[number].name for number in result.stages),
+            "devices": loads,
+            "single_device": single_device(problem),
+        }
+    )
+    return _compared(found, best) if best is not None else found
+
+
+def _remedy(form: FormatName | None) -> str:
+    """Return what allows several segments of a device."""
+    if form is None:
+        return "constraints.contiguous = false allows this"
+    return f"a request without format {form!r} and with constraints.contiguous = false allows this"
+
+
+def with_best(found: Evaluation, request: PlacementRequest, best: Placement) -> Evaluation:
+    """Return an evaluation with the best placement, and what it would gain.
+
+    Args:
+        found: the evaluation of the map.
+        request: the request, with the format in which to export the placement, if any.
+        best: the best placement of the request; it may be infeasible.
+    """
+    value, known = found.objective_value, best.objective_value
+    timed = found.objective not in ("memory", "devices")
+    exported = request.for_format is not None and best.layer_devices
+    gain = Best(
+        placement=best,
+        export=best.export(request.for_format) if request.for_format and exported else None,
+        speedup=value / known if timed and value is not None and known else None,
+    )
+    return _compared(found, best).model_copy(update={"best": gain})
+
+
+def _compared(found: Evaluation, best: Placement) -> Evaluation:
+    """Return an evaluation with its difference to the best placement."""
+    value, known = found.objective_value, best.objective_value
+    return found.model_copy(
+        update={
+            "best_id": best.id,
+            "best_value": known,
+            "bound": best.bound,
+            "above_best": (value - known) / known if value is not None and known else None,
+        }
+    )
