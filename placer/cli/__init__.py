@@ -5,6 +5,7 @@ profiling.py        profile, of several files and hosts too
 solving.py          solve, suggest
 measuring.py        measure, refine
 showing.py          show, compare
+evaluating.py       evaluate
 exporting.py        export
 serving.py          serve
 machine.py          doctor, demo

@@ -17,7 +17,17 @@ from typer.core import TyperGroup
 
 import placer
 from placer import errors
-from placer.cli import caching, exporting, machine, measuring, profiling, serving, showing, solving
+from placer.cli import (
+    caching,
+    evaluating,
+    exporting,
+    machine,
+    measuring,
+    profiling,
+    serving,
+    showing,
+    solving,
+)
 from placer.cli.terminal import err, settle_streams
 from placer.errors import PlacerError
 
@@ -62,6 +72,7 @@ for command in (
     showing.show,
     showing.compare,
     exporting.export,
+    evaluating.evaluate,
     caching.cache,
     serving.serve,
     machine.doctor,

@@ -13,24 +13,29 @@ from typing import Any
 from rich.console import Console
 
 from placer.errors import InputError
+from placer.report.evaluation import evaluation_table
 from placer.report.explain import table
 from placer.report.refinement import refinement_table
 from placer.report.timeline import Measurement
-from placer.schema import Cluster, Placement, PlacementRequest, Profile, Progress
+from placer.schema import Cluster, Evaluation, Placement, PlacementRequest, Profile, Progress
 from placer.schema.refinement import Refinement
 from placer.utils.atomic_files import write_whole
 
 WIDTH = 200
 """Characters of a line without a terminal; the widest table fits."""
 
-Answer = Profile | Placement | Refinement | Measurement
+Answer = Profile | Placement | Refinement | Measurement | Evaluation
 """The result of a command."""
 
-Subject = Profile | Placement | PlacementRequest | Refinement | Cluster | Measurement
+Subject = Profile | Placement | PlacementRequest | Refinement | Cluster | Measurement | Evaluation
 """The content of a file."""
 
-KINDS: dict[str, type[Profile | Placement | PlacementRequest | Refinement | Cluster | Progress]] = {
+KINDS: dict[
+    str,
+    type[Profile | Placement | PlacementRequest | Refinement | Cluster | Progress | Evaluation],
+] = {
     "rounds": Refinement,
+    "faults": Evaluation,
     "elapsed_s": Progress,
     "profile": PlacementRequest,
     "status": Placement,
@@ -85,6 +90,8 @@ def print_table(subject: Answer | Cluster | Progress) -> None:
     """Print a table for people."""
     if isinstance(subject, Measurement):
         people().print(subject)
+    elif isinstance(subject, Evaluation):
+        people().print(evaluation_table(subject))
     elif isinstance(subject, Progress):
         people().print(_progress_text(subject), markup=False)
     else:
@@ -148,12 +155,39 @@ def load(file: str) -> Subject:
 def load_any(file: str) -> Subject | Progress:
     """Return the content of a JSON file, including the progress of a solve on a service."""
     text = read(file)
+    return _typed(_json(text, file), text, file)
+
+
+def load_map(file: str) -> Placement | dict[str, str]:
+    """Return the placement in a file, or a JSON object from layer to device.
+
+    Raises:
+        InputError: the file has neither.
+    """
+    text = read(file)
+    content = _json(text, file)
+    if isinstance(content, dict) and all(isinstance(value, str) for value in content.values()):
+        return content
+    found = _typed(content, text, file)
+    if isinstance(found, Refinement):
+        return found.placement
+    if not isinstance(found, Placement):
+        raise _unwanted(file, found, "a placement, or an object from layer to device,")
+    return found
+
+
+def _json(text: str, file: str) -> Any:
+    """Return the decoded text of a file."""
     if not text.strip():
         raise InputError(f"{_named(file)} is empty; give JSON, such as a profile or a placement")
     try:
-        content = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{_named(file)} is not JSON: {error}") from error
+
+
+def _typed(content: Any, text: str, file: str) -> Subject | Progress:
+    """Return the decoded content of a file as the type that its fields show."""
     fields: Any = content if isinstance(content, dict) else {}
     if str(fields.get("type", "")).startswith(PROBLEM_TYPE):
         raise InputError(
@@ -171,7 +205,8 @@ def load_any(file: str) -> Subject | Progress:
             except InputError as error:
                 raise InputError(f"{_named(file)}: {error}") from error
     raise InputError(
-        f"{_named(file)} holds no profile, placement, request, refinement, cluster or measurement"
+        f"{_named(file)} holds no profile, placement, request, refinement, cluster, measurement or"
+        " evaluation"
     )
 
 
@@ -211,9 +246,10 @@ def load_cluster(file: str) -> Cluster:
     return found
 
 
-def _unwanted(file: str, found: Subject, wanted: str) -> InputError:
+def _unwanted(file: str, found: Subject | Progress, wanted: str) -> InputError:
     kind = type(found).__name__.removeprefix("Placement").lower() or "placement"
-    return InputError(f"{_named(file)} holds a {kind}; {wanted} is needed")
+    article = "an" if isinstance(found, Evaluation) else "a"
+    return InputError(f"{_named(file)} holds {article} {kind}; {wanted} is needed")
 
 
 def _named(file: str) -> str:

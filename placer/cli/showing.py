@@ -24,7 +24,7 @@ from placer.report.comparison_page import comparison_report
 from placer.report.page import html_report
 from placer.report.pictures import picture
 from placer.report.timeline import Measurement
-from placer.schema import Cluster, Placement, PlacementRequest, Profile, Progress
+from placer.schema import Cluster, Evaluation, Placement, PlacementRequest, Profile, Progress
 from placer.schema.refinement import Refinement
 
 Html = Annotated[
@@ -35,7 +35,7 @@ Html = Annotated[
         help="also write a report with pictures, all in one file",
     ),
 ]
-Shown = Profile | Placement | Refinement | Cluster | Measurement | Progress
+Shown = Profile | Placement | Refinement | Cluster | Measurement | Progress | Evaluation
 
 
 def show(
@@ -43,8 +43,8 @@ def show(
         str,
         typer.Argument(
             metavar="FILE|-",
-            help="JSON of a profile, placement, request, refinement, cluster or measurement, or"
-            " the progress of a solve on a service",
+            help="JSON of a profile, placement, request, refinement, cluster, measurement or"
+            " evaluation, or the progress of a solve on a service",
         ),
     ],
     html: Html = None,
@@ -106,6 +106,8 @@ def _placed(subject: Shown, file: str) -> Profile | Placement | Cluster:
     """Return the part that can be drawn; of a refinement, its best placement."""
     if isinstance(subject, Measurement):
         raise InputError(f"{file} holds a measurement; placer measure --trace draws a measurement")
+    if isinstance(subject, Evaluation):
+        raise InputError(f"{file} holds an evaluation; pictures are of profiles and placements")
     if isinstance(subject, Progress):
         raise InputError(
             f"{file} holds the progress of a solve; pictures are of its placement when it has ended"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, NoReturn
 
 import typer
@@ -15,10 +16,61 @@ from placer.cli.terminal import profiling_log, spinner, users_code
 from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest, ProfileOptions, SuggestOptions
 
-_MEASURING = frozenset({*ProfileOptions.model_fields, "batch_sizes", "profile_on_server"})
+MEASURING = frozenset({*ProfileOptions.model_fields, "batch_sizes", "profile_on_server"})
+"""The options of ``suggest`` that say how to measure."""
 
 
-@expanded(SuggestOptions, leave_out=_MEASURING)
+@dataclass(frozen=True)
+class Target:
+    """What a profile is placed on: devices, their memory, and profiles of further sizes."""
+
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|-",
+            help="JSON of the devices to place on; by default the devices of the profile",
+        ),
+    ] = None
+    memory: Memory = field(default_factory=list)
+    also: Annotated[
+        list[str],
+        typer.Option(
+            "--also",
+            metavar="FILE",
+            help="objective step: a profile of the same layers at another size; repeatable",
+        ),
+    ] = field(default_factory=list)
+
+    def request(
+        self, context: typer.Context, file: str, words: Words[SuggestOptions], others: set[str]
+    ) -> PlacementRequest:
+        """Return the request in a file, or the request for the profile in it.
+
+        Args:
+            context: of the command.
+            file: of a profile or a whole request.
+            words: the options of the request.
+            others: parameters of the command that do not change the request.
+
+        Raises:
+            InputError: an option would change a whole request, or there is no cluster.
+        """
+        subject = load_question(file)
+        if isinstance(subject, PlacementRequest):
+            _refuse_rest(context, file, others)
+            return subject
+        cluster = load_cluster(self.cluster) if self.cluster else subject.cluster
+        if cluster is None:
+            raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
+        cluster = option_words.limited(cluster, self.memory)
+        options = words.read([device.name for device in cluster.devices])
+        profiles = [*(load_profile(name) for name in self.also), subject]
+        if options.split_tied:
+            profiles = [one.untied() for one in profiles]
+        return PlacementRequest.from_options(options, profiles, cluster)
+
+
+@expanded(SuggestOptions, leave_out=MEASURING)
 def solve(
     context: typer.Context,
     file: Annotated[
@@ -28,41 +80,14 @@ def solve(
             help="a profile, or a whole request, which no option changes; - for stdin",
         ),
     ] = "-",
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-",
-            help="JSON of the devices to place on; by default the devices of the profile",
-        ),
-    ] = None,
-    memory: Memory = [],  # noqa: B006
-    also: Annotated[
-        list[str],
-        typer.Option(
-            "--also",
-            metavar="FILE",
-            help="objective step: a profile of the same layers at another size; repeatable",
-        ),
-    ] = [],  # noqa: B006
     *,
+    target: Target,
     words: Words[SuggestOptions],
     server: Server = None,
     printed: Printed,
 ) -> None:
     """Find the best placement for a profile, and how good any could be."""
-    subject = load_question(file)
-    if isinstance(subject, PlacementRequest):
-        _refuse_rest(context, file)
-        answer(subject, server, printed)
-    target = load_cluster(cluster) if cluster else subject.cluster
-    if target is None:
-        raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
-    target = option_words.limited(target, memory)
-    options = words.read([device.name for device in target.devices])
-    profiles = [*(load_profile(name) for name in also), subject]
-    if options.split_tied:
-        profiles = [one.untied() for one in profiles]
-    answer(PlacementRequest.from_options(options, profiles, target), server, printed)
+    answer(target.request(context, file, words, {"file"}), server, printed)
 
 
 @expanded(SuggestOptions, leave_out=frozenset({"profile_on_server"}))
@@ -88,9 +113,9 @@ def suggest(
     answer(request, server, printed)
 
 
-def _refuse_rest(context: typer.Context, file: str) -> None:
-    """Refuse options that a whole request would make useless."""
-    with_it = {"file", "server", "output", "json"}
+def _refuse_rest(context: typer.Context, file: str, others: set[str]) -> None:
+    """Refuse options that a whole request would make useless; ``others`` stay useful."""
+    with_it = {"server", "output", "json", *others}
     sources = {name: context.get_parameter_source(name) for name in set(context.params) - with_it}
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     given = sorted(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from placer.schema import DeviceLoad, Fault, FaultKind, PlacementRequest
 from placer.schema.faults import clip
 from placer.solver.problem import ROUNDING
-from placer.utils.units import count_text
+from placer.utils.units import bytes_text, count_text
 
 # Largest number of layers that a fault names; further ones are counted.
 MAX_NAMED = 20
@@ -154,8 +154,8 @@ def memory_faults(loads: Iterable[DeviceLoad]) -> Iterator[Fault]:
         short = load.memory.total_bytes - load.limit_bytes
         if short > 0:
             detail = (
-                f"{load.device!r} needs {load.memory.total_bytes} bytes, but may use"
-                f" {load.limit_bytes}: {short} bytes are missing"
+                f"{load.device!r} needs {bytes_text(load.memory.total_bytes)}, but may use"
+                f" {bytes_text(load.limit_bytes)}: {bytes_text(short)} are missing"
             )
             yield _fault("out-of-memory", (), (load.device,), detail, short)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
@@ -14,17 +14,27 @@ from placer.report.cluster import cluster_table
 from placer.report.fitting import Fitting
 from placer.report.shares import share_texts
 from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile, Step, StepChoice
+from placer.schema.base import Objective
 from placer.utils.units import bytes_text, count_text, ms_text
 
-__all__ = ["explain", "proven", "segment_texts", "table"]
+__all__ = [
+    "MEASURES",
+    "device_table",
+    "explain",
+    "proven",
+    "segment_texts",
+    "table",
+    "value_text",
+]
 
-_MEASURES = {
+MEASURES: dict[Objective, str] = {
     "throughput": "bottleneck per micro-batch",
     "step": "a whole batch",
     "latency": "critical path of one micro-batch",
     "memory": "largest memory use",
     "devices": "devices that are used:",
 }
+"""The minimised quantity of each objective, in words."""
 # limits of the lists in a report
 MOST_OTHERS = 3
 MOST_SEGMENTS = 3
@@ -73,7 +83,7 @@ def _placement(placement: Placement) -> RenderableType:
     if placement.infeasible is not None or not placement.layer_devices:
         return Text("\n".join(proven(placement)), style="bold red")
     return Group(
-        Fitting(_devices(placement), _devices(placement, shares=False)),
+        device_table(placement.devices, _title(placement)),
         Text("\n".join([*segment_texts(placement), *proven(placement)])),
     )
 
@@ -106,11 +116,24 @@ def _holders_text(placement: Placement, device: str) -> str:
     return f"{', '.join(names[:MOST_HOLDERS])}{more}"
 
 
-def _devices(placement: Placement, *, shares: bool = True) -> Table:
+def _title(placement: Placement) -> str:
     mode = "training step" if placement.training else "inference"
-    title = (
+    return (
         f"Placement of {placement.model or 'model'}: {mode}, micro-batch of {placement.batch_size}"
     )
+
+
+def device_table(loads: Sequence[DeviceLoad], title: str) -> RenderableType:
+    """Return the layers, times and memory of each device as a table.
+
+    Args:
+        loads: the loads of the devices.
+        title: above the table.
+    """
+    return Fitting(_devices(loads, title), _devices(loads, title, shares=False))
+
+
+def _devices(loads: Sequence[DeviceLoad], title: str, *, shares: bool = True) -> Table:
     grid = Table(
         title=title,
         title_justify="left",
@@ -120,7 +143,7 @@ def _devices(placement: Placement, *, shares: bool = True) -> Table:
     grid.add_column("device")
     for heading in ("layers", "compute", "transfer", "busy", "memory / limit"):
         grid.add_column(heading, justify="right", no_wrap=True)
-    for load in placement.devices:
+    for load in loads:
         grid.add_row(
             load.device,
             str(load.layers),
@@ -299,17 +322,27 @@ def _choice_text(choice: Placement | StepChoice) -> str:
 def _objective_text(placement: Placement) -> str:
     value = placement.objective_value
     shown = "none" if value is None else _value_text(placement, value)
-    measure = _MEASURES[placement.objective]
+    measure = MEASURES[placement.objective]
     if placement.objective == "throughput" and placement.replicas:
         members = next(iter(placement.replicas.values()))
         measure = f"bottleneck per {count_text(members[0].samples, 'sample')}"
     return f"{placement.objective}: {measure} {shown}"
 
 
-def _value_text(placement: Placement, value: float) -> str:
-    if placement.objective == "devices":
+def value_text(objective: Objective, value: float) -> str:
+    """Return a value of an objective with its unit.
+
+    Args:
+        objective: the objective.
+        value: in ms, in bytes for ``memory``, or a number of devices for ``devices``.
+    """
+    if objective == "devices":
         return f"{value:g}"
-    return bytes_text(value) if placement.objective == "memory" else ms_text(value)
+    return bytes_text(value) if objective == "memory" else ms_text(value)
+
+
+def _value_text(placement: Placement, value: float) -> str:
+    return value_text(placement.objective, value)
 
 
 def _single_text(placement: Placement) -> str:

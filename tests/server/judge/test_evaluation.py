@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import ExitStack
 
 import pytest
 
+from placer.schema import PlacementRequest
 from placer.solver.solve import solve
+from placer_server.jobs.evaluations import BEST_AT_ONCE, MAX_BEST_WAITING, Evaluations
+from placer_server.judge.evaluation import EvaluationInput, evaluate_task
 from placer_server.openapi import examples
+from placer_server.problem import Problem
+from placer_server.settings import Settings
 
 EVALUATE = "/v1/placements:evaluate"
 COMPARE = "/v1/placements:compare"
@@ -54,9 +61,57 @@ def test_two_past_placements_are_compared_without_a_body(serve, request_body):
     assert all(evaluation["valid"] for evaluation in found["evaluations"])
 
 
+def test_a_text_of_an_engine_is_judged_against_the_best_that_its_format_can_express(
+    serve, request_body
+):
+    body = {"request": request_body(), "format": "vllm", "text": "2"}
+    found = serve().post(f"{EVALUATE}?best=true", json=body).json()
+    # one block a device, as even as the example is
+    assert found["best"]["export"]["text"] == "1,1"
+    assert found["best"]["speedup"] == found["objective_value"] / found["best_value"] > 1
+
+
+def test_a_past_placement_that_answers_the_same_request_is_the_best_without_a_solve(
+    serve, request_body
+):
+    client = serve(solve)
+    placed = client.post("/v1/placements", json=request_body(for_format="vllm")).json()
+    found = client.post(
+        f"{EVALUATE}?id={placed['id']}&best=true", json={"format": "vllm", "text": "2"}
+    ).json()
+    assert found["best"]["placement"] == placed
+    assert found["best"]["export"]["text"] == "1,1"
+
+
+def test_the_service_limits_the_solve_for_the_best_placement(serve, request_body):
+    client = serve(max_time_limit_s=1e-6)
+    body = {"request": request_body(time_limit_s=600), "layer_devices": examples.own_map()}
+    found = client.post(f"{EVALUATE}?best=true", json=body).json()
+    request = PlacementRequest.model_validate(body["request"] | {"time_limit_s": 1e-6})
+    assert found["best_id"] == request.content_hash()
+
+
+def test_only_a_few_evaluations_may_wait_for_a_best_placement():
+    async def refused() -> tuple[int, str]:
+        evaluations = Evaluations(Settings(database=":memory:", client_share=1.0))
+        given = EvaluationInput(b"", (), evaluations.best_limits)
+        with ExitStack() as held:
+            for _ in range(BEST_AT_ONCE + MAX_BEST_WAITING):
+                held.enter_context(evaluations._best_lane.quota.held("client"))
+            with pytest.raises(Problem) as problem:
+                await evaluations.run(evaluate_task, given, "client")
+        return problem.value.status, problem.value.headers["Retry-After"]
+
+    assert asyncio.run(refused()) == (429, "10")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
+        (EVALUATE, {"text": "1,1", "layer_devices": {}}, 422, "given together with text"),
+        (EVALUATE, {}, 422, "layer_devices: is missing; give the device of each layer, or a text"),
+        (EVALUATE, {"format": "vlm", "text": "1"}, 422, "format"),
+        (f"{EVALUATE}?best=maybe", {"layer_devices": {}}, 422, "best"),
         (EVALUATE, {"layer_devices": {}, "reqest": {}}, 422, "did you mean 'request'?"),
         (EVALUATE, {"layer_devices": {}}, 422, "?id="),
         (EVALUATE, {"layer_devices": {"a": 5}}, 422, "layer_devices.a"),

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from commands import Run, chain
+
+from placer.cli import evaluating
+from placer.schema import Evaluation, Placement, PlacementRequest, Profile
+from placer.solver.solve import solve
+
+# The layers take 3, 1, 1 and 1 ms, and transfers next to nothing.
+EVEN = {"l0": "cuda:0", "l1": "cuda:0", "l2": "cuda:1", "l3": "cuda:1"}
+BEST = {"l0": "cuda:0", "l1": "cuda:1", "l2": "cuda:1", "l3": "cuda:1"}
+
+
+@pytest.fixture
+def blocks_file(tmp_path: Path) -> Path:
+    """Write a profile of four blocks of 3, 1, 1 and 1 ms."""
+    text = chain([3.0, 1.0, 1.0, 1.0]).to_json()
+    for number in range(4):
+        text = text.replace(f'"l{number}"', f'"blocks.{number}"')
+    file = tmp_path / "blocks.json"
+    file.write_text(Profile.model_validate_json(text).to_json())
+    return file
+
+
+def judged(answer: str) -> Evaluation:
+    return Evaluation.model_validate_json(answer)
+
+
+def plain(shown: str) -> str:
+    """Return what a terminal shows as one line without styles."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", shown).split())
+
+
+def test_a_text_is_judged_against_the_best_text_of_its_format(run: Run, blocks_file: Path) -> None:
+    answer = run("evaluate", "--from", "vllm", "--text", "2,2", "--profile", blocks_file)
+    assert answer.code == 0, answer.err
+    found = judged(answer.out)
+    assert found.objective_value == pytest.approx(4.0)
+    assert found.best is not None and found.best.export is not None
+    assert found.best.export.text == "1,3"
+    assert found.best.speedup == pytest.approx(4 / 3)
+
+
+def test_the_first_line_on_a_terminal_has_the_value_and_the_gain(
+    run: Run, blocks_file: Path
+) -> None:
+    arguments = ("--from", "vllm", "--text", "2,2", "--profile", blocks_file)
+    shown = plain(run("evaluate", *arguments, terminal=True).out)
+    assert shown.split(" The map, by device")[0] == (
+        "valid: bottleneck per micro-batch 4.00 ms; the best placement for vllm, '1,3', takes"
+        " 3.00 ms (1.33x faster)"
+    )
+
+
+def test_a_file_or_stdin_holds_the_text_too(run: Run, blocks_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "partition"
+    file.write_text("2,2\n")
+    options = ("--from", "vllm", "--profile", blocks_file, "--no-best")
+    for arguments, stdin in (((file,), ""), (("-",), "2,2"), ((), "2,2")):
+        answer = run("evaluate", *arguments, *options, stdin=stdin)
+        assert judged(answer.out).objective_value == pytest.approx(4.0)
+        assert judged(answer.out).best is None
+
+
+@pytest.mark.parametrize("given", ["map", "placement"])
+def test_a_map_of_layers_or_a_placement_is_judged(
+    run: Run, chain_file: Path, tmp_path: Path, given: str
+) -> None:
+    file = tmp_path / "map.json"
+    placement = Placement(status="feasible", objective="throughput", layer_devices=EVEN)
+    file.write_text(json.dumps(EVEN) if given == "map" else placement.to_json())
+    found = judged(run("evaluate", file, "--profile", chain_file).out)
+    assert (found.objective_value, found.best_value) == pytest.approx((4.0, 3.0))
+
+
+def test_options_make_the_request_as_for_solve(run: Run, chain_file: Path) -> None:
+    options = ("--objective", "latency", "--memory", "2MiB", "--pin", "l0=1")
+    answer = run("evaluate", "--profile", chain_file, *options, stdin=json.dumps(BEST))
+    found = judged(answer.out)
+    assert found.objective == "latency"
+    # l0 is pinned elsewhere, and cuda:1 holds 3 MiB of weights.
+    assert [fault.kind for fault in found.faults] == ["pin-broken", "out-of-memory"]
+
+
+def test_a_whole_request_is_judged_as_it_stands(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "request.json"
+    request = PlacementRequest(profile=chain([3.0, 1.0]), objective="memory")
+    file.write_text(request.model_dump_json())
+    where = json.dumps({"l0": "cuda:0", "l1": "cuda:0"})
+    assert judged(run("evaluate", "--profile", file, stdin=where).out).objective == "memory"
+    answer = run("evaluate", "--profile", file, "--chunks", "4", stdin=where)
+    assert answer.code == 2
+    assert "holds a whole request, so --chunks has no effect" in answer.err
+
+
+def test_an_invalid_map_is_exit_code_1_and_its_first_fault_is_the_first_line(
+    run: Run, chain_file: Path
+) -> None:
+    wrong = json.dumps(EVEN | {"l3": "cuda:7"})
+    answer = run("evaluate", "--profile", chain_file, stdin=wrong, terminal=True)
+    assert answer.code == 1
+    assert plain(answer.out) == (
+        "not valid: 'cuda:7' is not a device of the cluster, which has 'cuda:0', 'cuda:1'; the"
+        " best placement takes 3.00 ms"
+    )
+
+
+def test_no_possible_placement_is_exit_code_3_after_the_evaluation(
+    run: Run, chain_file: Path
+) -> None:
+    options = ("--profile", chain_file, "--memory", "1MiB")
+    answer = run("evaluate", *options, stdin=json.dumps(EVEN))
+    assert answer.code == 3
+    assert {fault.kind for fault in judged(answer.out).faults} == {"out-of-memory"}
+
+
+def test_the_server_solves_for_the_best_placement(
+    run: Run, blocks_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def solve_there(request: PlacementRequest, server: str | None) -> Placement:
+        asked.append((request.for_format, server))
+        return solve(request)
+
+    monkeypatch.setattr(evaluating, "solve_anywhere", solve_there)
+    options = ("--profile", blocks_file, "--server", "http://host:8080")
+    assert run("evaluate", "--from", "vllm", "--text", "2,2", *options).code == 0
+    assert asked == [("vllm", "http://host:8080")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "message"),
+    [
+        (("FILE", "--text", "2,2", "--from", "vllm"), "", "give one of the two"),
+        (("--text", "2,2"), "", "--text '2,2' needs its format"),
+        (("--text", "3,2", "--from", "vllm"), "", "states 5 blocks in total"),
+        (("--from", "vlm", "--text", "2,2"), "", "'vlm'"),
+        ((), "[]", "stdin holds no profile, placement"),
+        ((), '{"devices": []}', "stdin"),
+        ((), "", "stdin is empty"),
+        ((), chain([1.0]).to_json(), "stdin holds a profile; a placement, or an object"),
+    ],
+)
+def test_what_cannot_be_judged_is_exit_code_2(
+    run: Run, blocks_file: Path, arguments: tuple[str, ...], stdin: str, message: str
+) -> None:
+    answer = run("evaluate", *arguments, "--profile", blocks_file, stdin=stdin)
+    assert answer.code == 2
+    assert message in " ".join(answer.err.split())
+
+
+def test_show_prints_an_evaluation_again(run: Run, blocks_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "evaluation.json"
+    options = ("--from", "vllm", "--text", "2,2", "--profile", blocks_file)
+    assert run("evaluate", *options, "-o", file).out == ""
+    shown = run("show", file, terminal=True).out
+    assert shown == run("evaluate", *options, terminal=True).out
+    answer = run("show", file, "--svg", tmp_path / "x.svg")
+    assert answer.code == 2
+    assert "holds an evaluation" in answer.err
