@@ -48,7 +48,7 @@ class Best(Wire):
     """The best placement for the request of a map, and what it would gain.
 
     Attributes:
-        placement: the best placement that was found; without layers if there is none.
+        placement: the best placement that was found; without layers if no placement was found.
         export: the placement in the format of the request, if it has one.
         speedup: the map's objective value by the placement's: 1.1 if the placement is 1.1 times
             faster. None for objectives ``memory`` and ``devices``, and if one of the values is

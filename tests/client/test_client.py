@@ -118,6 +118,29 @@ def test_place_posts_the_request_and_returns_the_placement(ask, request_):
     assert json.loads(script.calls[0].content)["schema_version"] == "2"
 
 
+@pytest.mark.parametrize(
+    ("given", "options", "query", "content"),
+    [
+        ({"a": "cpu:0"}, {"id": KEY}, f"id={KEY}", {"layer_devices": {"a": "cpu:0"}}),
+        (
+            "1,1",
+            {"id": KEY, "format": "vllm", "best": True},
+            f"id={KEY}&best=true",
+            {"text": "1,1", "format": "vllm"},
+        ),
+    ],
+)
+def test_evaluate_posts_a_map_or_a_text(flavour, given, options, query, content):
+    script = Script((200, {"valid": True, "faults": [], "objective": "throughput"}))
+    transport = httpx.MockTransport(script)
+    if flavour == "sync":
+        assert Client(URL, transport=transport).evaluate(given, **options).valid
+    else:
+        assert asyncio.run(AsyncClient(URL, transport=transport).evaluate(given, **options)).valid
+    assert script.calls[0].url.query.decode() == query
+    assert json.loads(script.calls[0].content) == content
+
+
 def test_place_polls_until_the_placement_is_there(ask, request_):
     script = Script((202, RUNNING), (202, RUNNING), (200, DONE))
     assert ask(script, "place", request_).status == "optimal"
