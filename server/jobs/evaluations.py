@@ -20,9 +20,11 @@ AT_ONCE = 2
 MAX_WAITING = 32
 LIMIT_S = 30.0
 
-# Longest solve for the best placement, in seconds. The rest of LIMIT_S is for the evaluation, and
-# for solves that end later than their limit.
+# Longest solve for the best placement, in seconds.
 BEST_LIMIT_S = 15.0
+
+# Seconds after which an evaluation must stop such a solve; it then has until LIMIT_S to answer.
+STOP_AFTER_S = 20.0
 
 BEST_AT_ONCE = 1
 MAX_BEST_WAITING = 2
@@ -51,11 +53,12 @@ class Evaluations:
         Raises:
             Problem: The body is invalid, too many evaluations wait, or the evaluation failed.
         """
+        limit_s = LIMIT_S if given.best is None else STOP_AFTER_S
         worker = Worker(
             task,
             pickle.dumps(given),
-            limit_s=LIMIT_S,
-            grace_s=0.0,
+            limit_s=limit_s,
+            grace_s=LIMIT_S - limit_s,
             memory_bytes=self._settings.worker_memory_bytes,
         )
         lane = self._lane if given.best is None else self._best_lane
