@@ -84,7 +84,7 @@ function fitting(asked, chunksChanged, bottleneckMs) {
   } else {
     delete asked.profiles;
     delete asked.batch_size;
-    delete asked.steps;
+    delete asked.step_kind;
     if (asked.schedule === "auto") asked.schedule = "1f1b";
   }
   if (asked.objective === "devices") asked.bottleneck_ms = bottleneckMs;

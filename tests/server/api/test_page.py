@@ -305,7 +305,7 @@ def test_what_would_help_is_found_out_when_asked(page):
         examples.requests()["throughput"]["value"] | {"chunks": 4, "explain": True}
     )
     stored = httpx.get(f"{page.url}/v1/placements/{request.content_hash()}").json()
-    assert page.text("#current .why") == f"Limited by {stored['limits']['what']}."
+    assert page.text("#current .why") == f"Limited by {stored['limits']['detail']}."
     assert page.run("return document.querySelectorAll('#current .improvements li').length") == len(
         stored["limits"]["improvements"]
     )
