@@ -81,10 +81,15 @@ class Format(ABC):
             plan: the placement.
 
         Raises:
-            PlacementError: the format cannot express it.
+            PlacementError: the format cannot express it, or the model is not a module.
         """
         if not plan.layer_devices:
             raise PlacementError(f"this placement places no layer, so {self.title} cannot have it")
+        model = plan.model
+        if model is not None and (isinstance(model, type) or not hasattr(model, "named_modules")):
+            raise PlacementError(
+                f"model is {model!r:.80}; give the nn.Module that was placed, or nothing"
+            )
         if plan.pipelines > 1 and not self.replicates:
             raise PlacementError(
                 f"{self.title} has no replicas, and this placement shares the layers of "

@@ -34,6 +34,11 @@ def modules_of(layer: str) -> list[str]:
     return ["" if path == WHOLE else path for path in paths]
 
 
+def is_part(module: str, of: str) -> bool:
+    """Return whether a module is another module or inside it; ``""`` is the model itself."""
+    return not of or module == of or module.startswith(f"{of}.")
+
+
 def block_path(module: str) -> str | None:
     """Return the path of the outermost numbered module around a module; None without one.
 

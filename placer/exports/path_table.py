@@ -1,0 +1,59 @@
+"""Values that a text gives to modules, and their lookup by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+from placer.errors import InputError
+from placer.exports.units import modules_of
+
+V = TypeVar("V", bound=Hashable)
+
+MAX_DEPTH = 100
+"""Maximum steps of a module's path in a text; the time of a lookup grows with the depth."""
+
+
+class PathTable(Generic[V]):
+    """Values by module path; a value holds for everything inside the module.
+
+    Args:
+        values: by path; ``""`` is the model itself.
+
+    Raises:
+        InputError: a path has more than 100 steps.
+    """
+
+    def __init__(self, values: Mapping[str, V]) -> None:
+        self._values = values
+        self._inside: dict[str, dict[V, str]] = {}  # by outer path, the first path of each value
+        for path, value in values.items():
+            if path.count(".") >= MAX_DEPTH:
+                raise InputError(
+                    f"the module path {path!r:.80} has more than {MAX_DEPTH} steps; name a module "
+                    "of the model"
+                )
+            for outer in paths_around(path):
+                self._inside.setdefault(outer, {}).setdefault(value, path)
+
+    def of(self, layer: str) -> dict[V, str]:
+        """Return the values that hold for parts of a layer, each with the first path that has it.
+
+        They are the value of the innermost path around each module of the layer, and the values of
+        paths inside these modules.
+        """
+        found: dict[V, str] = {}
+        for module in modules_of(layer):
+            for path in (module, *paths_around(module)):
+                if path in self._values:
+                    found.setdefault(self._values[path], path)
+                    break
+            for value, path in self._inside.get(module, {}).items():
+                found.setdefault(value, path)
+        return found
+
+
+def paths_around(module: str) -> Iterator[str]:
+    """Yield the paths of the modules around a module, from the innermost to the model, ``""``."""
+    steps = module.split(".", MAX_DEPTH) if module else []
+    yield from (".".join(steps[:depth]) for depth in reversed(range(len(steps))))
