@@ -6,10 +6,25 @@ from typing import Any
 
 from placer.errors import InputError, kind_of
 from placer.exports.format import Format
+from placer.exports.formats.accelerate import Accelerate
+from placer.exports.formats.deepspeed import DeepSpeed
+from placer.exports.formats.pipelining import Pipelining
+from placer.exports.formats.torchgpipe import TorchGPipe
+from placer.exports.formats.torchtitan import TorchTitan
 from placer.exports.formats.vllm import VLLM
 from placer.schema.faults import nearest
 
-FORMATS: dict[str, Format] = {form.name: form for form in (VLLM(),)}
+FORMATS: dict[str, Format] = {
+    form.name: form
+    for form in (
+        Accelerate(),
+        DeepSpeed(),
+        Pipelining(),
+        TorchGPipe(),
+        TorchTitan(),
+        VLLM(),
+    )
+}
 """Each format, by the name that users write."""
 
 __all__ = ["FORMATS", "format_named"]
