@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from placer.errors import InputError, PlacementError
 from placer.exports.format import Format
@@ -53,8 +55,9 @@ class ChildCounts(Format):
         if plan.model is None:
             last = _numbered(self._keys(list(plan.layer_devices)))[-1]
             found.append(
-                f"This assumes an nn.Sequential whose last child is {last!r}; export with the model "
-                "to check this, and to count children without operations, such as nn.Identity."
+                f"This assumes an nn.Sequential whose last child is {last!r}; export with the "
+                "model to check this, and to count children without operations, such as "
+                "nn.Identity."
             )
         return found
 
@@ -84,8 +87,8 @@ class ChildCounts(Format):
                 f"{self.title} states {count_text(sum(counts), 'child', 'children')} in total, and "
                 f"the model has at least {len(children)}; the counts must add up"
             )
-        stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
-        stage_of = dict(zip(children, stages, strict=False))
+        ends = list(accumulate(counts))
+        stage_of = {child: bisect_right(ends, index) for index, child in enumerate(children)}
         found: dict[str, str] = {}
         for unit in self.units(layers):
             first, *others = unit.keys

@@ -11,8 +11,10 @@ from placer.errors import InputError
 
 _ASSIGNED = re.compile(r"\s*\w+\s*=(?!=)")
 _DICT = re.compile(r"OrderedDict\((.*)\)", re.DOTALL)
-_DEVICE = re.compile(r"(?:torch\.)?device\((?:type=)?['\"](\w+(?::\d+)?)['\"](?:, ?index=(\d+))?\)")
-_SPLIT = re.compile(r"<?(?:\w+\.)*SplitPoint\.(\w+)(?:: ?\d+>)?")
+_DEVICE = re.compile(
+    r"(?:torch\.)?device\((?:type=)?['\"](\w+(?::\d+)?)['\"](?:, ?(?:index=)?(\d+))?\)"
+)
+_SPLIT = re.compile(r"<?SplitPoint\.(\w+)(?:: ?\d+>)?")
 
 
 def python_data(text: str, title: str, example: str) -> Any:
