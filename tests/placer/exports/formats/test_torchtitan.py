@@ -16,7 +16,9 @@ import pytest
 import torch
 from exported import cut, layer_names, placed
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 
+import placer
 from placer.errors import InputError, PlacementError
 from placer.exports.formats import format_named
 
@@ -73,7 +75,7 @@ def without_others(model: nn.Module, names: list[str]) -> nn.Module:
 
 
 def torchtitans(model: nn.Module, names: list[str]) -> nn.Module:
-    module = pytest.importorskip("torchtitan.distributed.pipeline_parallel")
+    module = pytest.importorskip("torchtitan.distributed.pipeline_parallel", exc_type=ImportError)
     part: nn.Module = module._split_module(model, names)
     return part
 
@@ -100,6 +102,25 @@ def test_the_parts_of_the_placement_one_after_another_give_the_same_result(
     for names in parts:
         values = split(model, names)(values)
     assert torch.equal(values, model(TOKENS))
+
+
+@pytest.mark.integration
+def test_the_parts_of_torchtitans_own_llama_give_the_same_result() -> None:
+    models = pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
+    model = models.llama3_configs["debugmodel"](attn_backend="flex").build()
+    model.init_states()
+    tokens, positions = torch.arange(256).reshape(2, 128), torch.arange(128).expand(2, -1)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+    inputs = {"positions": positions, "attention_masks": mask}
+    graph = placer.capture_graph(
+        model.eval(), (), {"tokens": tokens} | inputs, granularity="blocks"
+    )
+    placement = cut([layer.name for layer in graph.layers], "layers.2", "layers.5")
+    values = tokens
+    with torch.no_grad():
+        for names in json.loads(placement.export("torchtitan", model).text):
+            values = torchtitans(model, names)(values, **inputs)
+        assert torch.equal(values, model(tokens, **inputs))
 
 
 def test_the_elements_of_a_named_dictionary_are_listed() -> None:
