@@ -22,6 +22,7 @@ from placer.errors import (
     UnreachableError,
     kind_of,
 )
+from placer.exports.formats import format_named
 from placer.schema import (
     BatchOptions,
     Cluster,
@@ -185,7 +186,7 @@ def question(
             measured = _measure_there(server, module, inputs, devices, asked)
     else:
         measured = _measure(module, inputs, asked, devices, memory_bytes, progress)
-    return _request(asked, measured)
+    return _request(_keeping_whole(asked, module, measured), measured)
 
 
 def answer(request: PlacementRequest, server: str | None) -> Placement:
@@ -202,6 +203,19 @@ def _request(asked: SuggestOptions, profiles: list[Profile]) -> PlacementRequest
     profiles = [one.untied() for one in profiles] if asked.split_tied else profiles
     training = profiles[-1].training if asked.training is None else asked.training
     return PlacementRequest.from_options(asked.model_copy(update={"training": training}), profiles)
+
+
+def _keeping_whole(
+    asked: SuggestOptions, module: nn.Module, profiles: list[Profile]
+) -> SuggestOptions:
+    """Return the options with the modules that the format keeps on one device for this model."""
+    if asked.for_format is None:
+        return asked
+    layers = [layer.name for layer in profiles[-1].layers]
+    groups = format_named(asked.for_format).kept_whole(layers, module)
+    rules = asked.constraints
+    kept = rules.model_copy(update={"colocated": (*rules.colocated, *groups)})
+    return asked.model_copy(update={"constraints": kept})
 
 
 def _given_profiles(model: Any) -> list[Profile]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from placer.errors import PlacementError
 from placer.exports.plan import Plan, Segment, placed_units, segments
@@ -39,6 +39,15 @@ class Format(ABC):
         Args:
             layers: the names of all layers, in execution order.
         """
+
+    def kept_whole(self, layers: Sequence[str], model: Any) -> list[tuple[str, ...]]:
+        """Return further groups of layers that the engine keeps on one device for this model.
+
+        Args:
+            layers: the names of all layers, in execution order.
+            model: the ``nn.Module`` to place.
+        """
+        return []
 
     @abstractmethod
     def text(self, plan: Plan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from placer.errors import InputError
 from placer.exports.format import Format
@@ -34,6 +35,15 @@ class Accelerate(Format):
     def units(self, layers: Sequence[str]) -> list[Unit]:
         """Return blocks, and modules outside blocks; see ``Format.units``."""
         return units_anywhere(layers, lambda module: block_path(module) or module)
+
+    def kept_whole(self, layers: Sequence[str], model: Any) -> list[tuple[str, ...]]:
+        """Return the layers of each module in ``_no_split_modules``; see ``Format.kept_whole``."""
+        groups: dict[str, list[str]] = {}
+        whole = PathTable({path: path for path in never_split(model)})
+        for layer in layers:
+            for path in whole.of(layer):
+                groups.setdefault(path, []).append(layer)
+        return [tuple(group) for group in groups.values() if len(group) > 1]
 
     def text(self, plan: Plan) -> str:
         """Return the device of each module, as JSON; see ``Format.text``.

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from exported import cut, layer_names, placed
 from torch import Tensor, nn
 
+import placer
 from placer.errors import InputError, PlacementError
 from placer.exports.formats import format_named
 from placer.testing import logical_devices
@@ -78,6 +80,38 @@ def test_a_cut_inside_a_block_is_refused_with_the_layers_and_the_remedy(with_mod
         r"cuda:0, 'blocks.1.fc' on cuda:1\): solve again with for_format='accelerate'",
     ):
         placement.export("accelerate", model if with_model else None)
+
+
+class Whole(nn.Module):
+    """Two modules that the model keeps on one device, and nothing else."""
+
+    _no_split_modules: ClassVar = ["Block"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.block(values)  # type: ignore[no-any-return]
+
+
+def test_suggest_keeps_the_modules_whole_that_the_model_names() -> None:
+    suggest = functools.partial(
+        placer.suggest,
+        Whole().eval(),
+        torch.zeros(2, 4),
+        devices=["cpu:0", "cpu:1"],
+        training=False,
+        granularity="fine",
+        progress=False,
+        constraints=placer.Constraints(min_devices=2),
+    )
+    apart = suggest()
+    assert list(apart.layer_devices) == ["block.norm", "block.fc"]
+    with pytest.raises(PlacementError, match="cuts inside 'block', a Block"):
+        apart.export("accelerate", Whole())
+    with pytest.raises(placer.InfeasibleError):
+        suggest(for_format="accelerate")
 
 
 def test_the_export_is_the_map_of_the_placement() -> None:
