@@ -24,6 +24,7 @@ from placer.schema import (
     Link,
     PlacementRequest,
     Profile,
+    TiedParameters,
 )
 from placer.schema.base import FormatName
 from placer.solver.check import check
@@ -133,3 +134,31 @@ def test_the_solver_finds_the_best_placement_that_the_format_expresses(
     assert placement.status == "optimal"
     assert placement.objective_value == pytest.approx(best, rel=2e-6)
     placement.export(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [("torchgpipe", 1), ("accelerate", 2), ("deepspeed", 3), ("pipelining", 3)]
+)
+def test_layers_that_share_parameters_are_apart_only_if_the_engine_copies_them(
+    name: FormatName, stages: int
+) -> None:
+    asked = request(name, "0 | 1 | 2", seed=0)
+    profile = asked.profile.model_copy(
+        update={
+            "layers": tuple(
+                Layer(name=layer, forward_ms={"a": 5, "b": 5}, param_bytes=1) for layer in "012"
+            ),
+            "colocated": (("0", "2"),),
+            "tied": (TiedParameters(layers=("0", "2"), param_bytes=1),),
+            "cluster": asked.profile.cluster.model_copy(
+                update={
+                    "devices": tuple(
+                        Device(name=device, type="a", memory_bytes=100) for device in DEVICES
+                    )
+                }
+            ),
+        }
+    )
+    placement = solve(asked.model_copy(update={"profile": profile}))
+    assert len(set(placement.layer_devices.values())) == stages
+    assert placement.export(name).format == name
