@@ -97,6 +97,8 @@ def _request(
 def for_format(request: PlacementRequest, format: FormatName | None) -> PlacementRequest:
     """Return the request for placements that a format can express.
 
+    If the format allows any order of devices, so does the request, unless it says otherwise.
+
     Args:
         request: the request.
         format: the format; None to return the request itself.
@@ -112,7 +114,11 @@ def for_format(request: PlacementRequest, format: FormatName | None) -> Placemen
             f"format is {format!r}, and for_format of the request is {request.for_format!r}; leave "
             "one of the two out"
         )
-    return request.model_copy(update={"for_format": form.name})
+    rules = request.constraints
+    if not form.in_segments and rules.contiguous is None:
+        # A map of the user may return to an earlier device, and the engine runs it.
+        rules = rules.model_copy(update={"contiguous": False})
+    return request.model_copy(update={"for_format": form.name, "constraints": rules})
 
 
 def layer_devices_of(request: PlacementRequest, given: Any) -> dict[str, str]:

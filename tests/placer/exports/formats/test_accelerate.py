@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from commands import chain
 from exported import cut, layer_names, placed
 from torch import Tensor, nn
 
@@ -93,6 +94,21 @@ class Whole(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         return self.block(values)  # type: ignore[no-any-return]
+
+
+def test_a_models_own_list_counts_instead_of_its_blocks() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    placement = cut(["0.0", "0.1", "1"], "0.1")
+    with pytest.raises(PlacementError, match="keeps '0' on one device"):
+        placement.export("accelerate", model)
+    model.append(Whole())
+    with_list = cut(["0.0", "0.1", "1", "2.block.norm", "2.block.fc"], "0.1")
+    assert json.loads(with_list.export("accelerate", model).text) == {
+        "0.0": 0,
+        "0.1": 1,
+        "1": 1,
+        "2": 1,
+    }
 
 
 def test_suggest_keeps_the_modules_whole_that_the_model_names() -> None:
@@ -207,3 +223,13 @@ def test_several_hosts_and_replicas_are_refused() -> None:
     }
     with pytest.raises(PlacementError, match="accelerate has no replicas"):
         placed({"a": "cuda:0"}, replicas=replicas, batch_size=2).export("accelerate")
+
+
+def test_a_map_that_returns_to_an_earlier_device_is_valid() -> None:
+    profile = chain([1.0, 2.0, 1.0])
+    names = [layer.name for layer in profile.layers]
+    first, second = (device.name for device in profile.cluster.devices[:2])
+    where = dict(zip(names, [first, second, first], strict=True))
+    found = placer.evaluate(profile, json.dumps(where), "accelerate")
+    assert found.faults == ()
+    assert found.valid and found.objective_value >= 2.0
