@@ -85,25 +85,25 @@ def units_anywhere(layers: Sequence[str], key: Callable[[str], str]) -> list[Uni
         layers: the names of all layers, in execution order.
         key: the format's name for the part that a module path belongs to.
     """
-    groups: list[tuple[dict[str, None], list[str]]] = []
-    for layer in layers:
-        keys = dict.fromkeys(key(path) for path in modules_of(layer))
-        joined = [group for group in groups if not group[0].keys().isdisjoint(keys)]
-        if not joined:
-            groups.append((keys, [layer]))
-            continue
-        # a merged layer joins all groups that it has modules of
-        first, *others = joined
-        for other in others:
-            first[0].update(other[0])
-            first[1].extend(other[1])
-            groups.remove(other)
-        first[0].update(keys)
-        first[1].append(layer)
-    order = {layer: index for index, layer in enumerate(layers)}
-    return [
-        Unit(tuple(keys), tuple(sorted(members, key=order.__getitem__))) for keys, members in groups
-    ]
+    keys_at = [list(dict.fromkeys(map(key, modules_of(layer)))) for layer in layers]
+    joined: dict[str, str] = {}  # from each key to another key of its unit, or to itself
+
+    def first(each: str) -> str:
+        # each step also shortens the way for later calls, so that all calls take linear time
+        while (next_key := joined.setdefault(each, each)) != each:
+            joined[each] = joined[next_key]
+            each = next_key
+        return each
+
+    for keys in keys_at:
+        for other in keys[1:]:
+            joined[first(other)] = first(keys[0])
+    groups: dict[str, tuple[dict[str, None], list[str]]] = {}
+    for layer, keys in zip(layers, keys_at, strict=True):
+        known, members = groups.setdefault(first(keys[0]), ({}, []))
+        known.update(dict.fromkeys(keys))
+        members.append(layer)
+    return [Unit(tuple(keys), tuple(members)) for keys, members in groups.values()]
 
 
 def _keys(layer: str, key: Callable[[str], str | None]) -> list[str]:
