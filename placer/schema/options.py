@@ -133,9 +133,9 @@ class SolveOptions(Wire):
     replicas: Replicas = "never"
     """Whether several devices may hold the same stage and share each batch.
 
-    ``auto``: in training, under objectives ``step`` and ``throughput``, also consider data
-    parallelism, and pipelines that are replicated on equal groups of devices. Placements that pin
-    or forbid layers have no replicas. See the page about replicas in the documentation."""
+    ``auto``: also consider data parallelism, and pipelines that are replicated on equal groups of
+    devices. Only training under objectives ``step`` and ``throughput`` accepts it. Placements that
+    pin or forbid layers have no replicas. See the page about replicas in the documentation."""
 
     for_format: FormatName | None = None
     """Consider only placements that this format of another engine can express.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from placer.schema.base import (
     SCHEMA_VERSION,
@@ -19,10 +19,12 @@ from placer.schema.base import (
     Status,
     StepKind,
     Wire,
+    refuse_duplicates,
 )
 from placer.schema.batch_options import BatchOptions
 from placer.schema.device_map import Place, device_map
 from placer.schema.export import Export
+from placer.utils.units import count_text
 
 
 class MemoryUse(Wire):
@@ -347,6 +349,32 @@ class Placement(Wire):
     limits: Limits | None = None
     links_through_host: tuple[tuple[Name, Name], ...] = ()
     step: Step | None = None
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        """Check that the replicas of each stage share whole micro-batches."""
+        for device, members in self.replicas.items():
+            if len(members) < 2:
+                raise ValueError(
+                    f"replicas: {device!r} lists {count_text(len(members), 'replica')}; list all "
+                    "devices that hold its layers, itself included, or leave it out"
+                )
+            if members[0].device != device:
+                raise ValueError(
+                    f"replicas: the first replica of {device!r} is {members[0].device!r}; list "
+                    f"{device!r} itself first"
+                )
+            refuse_duplicates(
+                f"replicas: among those of {device!r}, device", [one.device for one in members]
+            )
+            samples = sum(one.samples for one in members)
+            if samples != self.batch_size:
+                raise ValueError(
+                    f"replicas: those of {device!r} compute {count_text(samples, 'sample')} of "
+                    f"each micro-batch, but batch_size is {self.batch_size}; give shares that add "
+                    "up to batch_size"
+                )
+        return self
 
     def to_json(self) -> str:
         """Return the placement as readable JSON."""

@@ -25,6 +25,9 @@ from placer.utils.units import count_text
 MOST_CHUNKS_OF_A_STEP = 10_000
 """Limit of the simulation, which takes longer than a second per device beyond it."""
 
+OBJECTIVES_OF_REPLICAS = ("step", "throughput")
+"""The objectives under which stages may have replicas."""
+
 
 class Question(Wire):
     """What a placement is asked for: measured layers, and the devices to place them on."""
@@ -121,6 +124,7 @@ class PlacementRequest(SolveOptions, Question):
         for profile in (self.profile, *self.profiles):
             self._check_times(profile, cluster)
         self._check_sizes()
+        self._check_replicas()
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
             if self.objective == "devices":
                 raise ValueError(
@@ -174,6 +178,21 @@ class PlacementRequest(SolveOptions, Question):
                 f"objective 'step' simulates no more than {MOST_CHUNKS_OF_A_STEP:,} of a stage: "
                 "give larger micro-batches"
             )
+
+    def _check_replicas(self) -> None:
+        """Check that the search for replicas applies to the objective and to training."""
+        if self.replicas == "never":
+            return
+        if self.objective not in OBJECTIVES_OF_REPLICAS:
+            asked = f"the objective is {self.objective!r}"
+        elif not self.is_training:
+            asked = "the request places inference"
+        else:
+            return
+        raise ValueError(
+            f"replicas is {self.replicas!r}, which only training under objectives 'step' and"
+            f" 'throughput' uses; {asked}: leave replicas out"
+        )
 
     def _check_pins(self, cluster: Cluster) -> None:
         """Check that no pin contradicts a ban, a group, or a missing link."""

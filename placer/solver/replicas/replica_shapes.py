@@ -19,6 +19,7 @@ from math import ceil
 from typing import Any
 
 from placer.schema import Constraints, Device, Placement, PlacementRequest, Profile
+from placer.schema.request import OBJECTIVES_OF_REPLICAS
 from placer.solver.replicas.interpolation import profile_of_share
 from placer.solver.replicas.replication import (
     Links,
@@ -55,7 +56,7 @@ def may_replicate(request: PlacementRequest) -> bool:
     return (
         request.replicas == "auto"
         and request.is_training
-        and request.objective in ("step", "throughput")
+        and request.objective in OBJECTIVES_OF_REPLICAS
         and not (rules.pinned or rules.forbidden)
     )
 

@@ -17,7 +17,11 @@ def test_placements_with_replicas_are_no_maps_to_compare():
     where = {layer.name: first for layer in request.profile.layers}
     shared = tuple(Replica(device=device.name, samples=4) for device in request.devices[:2])
     placement = Placement(
-        status="feasible", objective="throughput", layer_devices=where, replicas={first: shared}
+        status="feasible",
+        objective="throughput",
+        layer_devices=where,
+        replicas={first: shared},
+        batch_size=8,
     )
     with pytest.raises(InputError, match="placement p has replicas"):
         compare(request, {"p": where, "mine": where}, {"p": placement})

@@ -136,6 +136,7 @@ def test_a_placement_with_replicas_is_refused() -> None:
         objective="step",
         layer_devices={"a": "cpu:0"},
         replicas={"cpu:0": shared},
+        batch_size=2,
     )
     with pytest.raises(InputError, match="has replicas, which refine does not measure"):
         placer.refine(placement, nn.Linear(2, 2), torch.zeros(1, 2))

@@ -212,7 +212,8 @@ def replicated(**changes: Any) -> Placement:
     replicas = tuple(Replica(device=f"cuda:{i}", samples=4) for i in range(4))
     where = dict.fromkeys(("stem", "layer1", "layer2", "head"), "cuda:0")
     given = {"layer_devices": where, "replicas": {"cuda:0": replicas}, "step": step, "chunks": 4}
-    return placement(**{"objective": "step", "objective_value": 53.0} | given | changes)
+    given |= {"objective": "step", "objective_value": 53.0, "batch_size": 16}
+    return placement(**given | changes)
 
 
 def test_shapes_are_compared_from_the_shortest_step_on() -> None:

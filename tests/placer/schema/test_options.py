@@ -123,3 +123,23 @@ def test_equal_requests_keep_their_identifier_when_fields_move_to_a_base_class()
         "training",
     ]
     assert names[7:] == [name for name in SolveOptions.model_fields if name not in names[:7]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "because"),
+    [
+        ({"objective": "latency", "training": False}, "the objective is 'latency'"),
+        ({"objective": "memory"}, "the objective is 'memory'"),
+        ({"objective": "devices", "bottleneck_ms": 9.0}, "the objective is 'devices'"),
+        ({"objective": "step", "training": False}, "the request places inference"),
+    ],
+)
+def test_replicas_are_refused_where_no_search_considers_them(
+    asked: dict[str, Any], because: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        PlacementRequest(profile=profile(), replicas="auto", **asked)
+    assert (
+        "replicas is 'auto', which only training under objectives 'step' and 'throughput' uses; "
+        f"{because}: leave replicas out"
+    ) in str(refused.value)
