@@ -360,13 +360,14 @@ class Problem:
     def alike(self, one: int, other: int) -> bool:
         """Return whether swapping two devices changes nothing.
 
-        Neither times, limits, links, pins nor forbidden layers.
+        Neither times, limits, links, pins, forbidden layers nor what replicas exchange.
         """
         return (
             self.devices[one].usable_bytes == self.devices[other].usable_bytes
             and self.devices[one].type == self.devices[other].type
             and (one in self.untaxed) == (other in self.untaxed)
             and self.recompute[one] == self.recompute[other]
+            and (self.replication is None or self.replication.alike(one, other))
             and all((one in devices) == (other in devices) for devices in self._choices)
             and _same_way(self.links[one][other], self.links[other][one])
             and all(

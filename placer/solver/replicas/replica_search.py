@@ -24,8 +24,9 @@ from typing import NamedTuple, Protocol
 from placer.schema import Placement, PlacementRequest, SingleDevice, StepChoice
 from placer.solver import answer
 from placer.solver.answer import PROVEN_GAP
+from placer.solver.bounds import work_sharing
 from placer.solver.cpsat.runner import Meter
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.replicas import replica_answer, replica_shapes
 from placer.solver.replicas.replica_shapes import Shape
 from placer.solver.replicas.replication import Replication
@@ -114,6 +115,17 @@ class _Task:
             key = choice.batch_size, choice.schedule, choice.contiguous
             self.choices[key] = _better_known(choice, self.choices.get(key))
 
+    def known(self) -> list[StepChoice]:
+        """Return the choices; the bound of the shape is a bound of each."""
+        return [
+            choice
+            if choice.bound is None
+            else choice.model_copy(
+                update={"bound": max(choice.bound, min(self.bound, choice.objective_value or inf))}
+            )
+            for choice in self.choices.values()
+        ]
+
 
 def _better_known(new: StepChoice, old: StepChoice | None) -> StepChoice:
     """Return a choice with the shorter step and the higher bound of two searches."""
@@ -124,6 +136,28 @@ def _better_known(new: StepChoice, old: StepChoice | None) -> StepChoice:
         best = old
     bound = min(max(new.bound, old.bound or 0.0), best.objective_value or inf)
     return best.model_copy(update={"bound": bound})
+
+
+def _least_of_all_shapes(request: PlacementRequest) -> float:
+    """Return a lower bound on the objective of all shapes: the work of a batch, shared evenly."""
+    if request.objective == "throughput":
+        return _shared_work(Problem.from_request(request))
+    by_chunks = {asked.chunks: asked for asked in questions(request)}
+    return min(
+        chunks * _shared_work(Problem.from_request(asked)) for chunks, asked in by_chunks.items()
+    )
+
+
+def _shared_work(problem: Problem) -> float:
+    """Return the work of a micro-batch on each device, if layers could be cut anywhere."""
+    owners = [
+        (
+            len(alike),
+            [problem.compute_ms(layer, alike[0]) for layer in range(len(problem.layers))],
+        )
+        for alike in problem.alike_devices()
+    ]
+    return sum(work_sharing.prices_of_work(owners)) * (1 - ROUNDING)
 
 
 @dataclass
@@ -154,8 +188,11 @@ class ReplicaSearch:
 
     def answer(self) -> Placement:
         """Search all shapes; the placement is not yet checked."""
-        alone = _Task(self.request)
-        shapes = [_Task(asked, shape) for shape, asked in replica_shapes.shapes(self.request)]
+        least = _least_of_all_shapes(self.request)
+        alone = _Task(self.request, bound=least)
+        shapes = [
+            _Task(asked, shape, least) for shape, asked in replica_shapes.shapes(self.request)
+        ]
         self._tasks = [*shapes, alone]
         for task in shapes:
             self._search_task(task, self._tasks[self._tasks.index(task) :])
@@ -230,7 +267,7 @@ class ReplicaSearch:
 
     def _choices(self) -> list[StepChoice]:
         """Return what is known of all choices so far."""
-        found = [choice for task in self._tasks for choice in task.choices.values()]
+        found = [choice for task in self._tasks for choice in task.known()]
         if self.shares is not None:
             found += replica_answer.choices_of_shares(self.request, self.shares)
         return found

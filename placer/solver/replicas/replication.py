@@ -29,12 +29,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isclose
 from typing import NamedTuple
 
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.schema import Device, Layer, Link, Profile, Rate
 
 Links = dict[tuple[str, str], Link]
+
+ROUNDED_SUMS = 1e-9
+"""Relative difference of equal sums whose terms come in another order."""
 
 
 class ExchangeTime(NamedTuple):
@@ -65,6 +69,14 @@ class Replication:
     def byte_ms(self, device: int) -> float:
         """Return the time that a byte of gradients takes a device in a step, without latency."""
         return self.reduce[device].byte_ms + self.gather[device].byte_ms
+
+    def alike(self, one: int, other: int) -> bool:
+        """Return whether the replicas of two devices exchange equally fast."""
+        return all(
+            isclose(mine, theirs, rel_tol=ROUNDED_SUMS)
+            for times in (self.reduce, self.gather)
+            for mine, theirs in zip(times[one], times[other], strict=True)
+        )
 
 
 def replication(positions: Sequence[Sequence[Device]], links: Links) -> Replication | None:

@@ -21,8 +21,13 @@ holds any nodes of::
     way(k) + n * work + wait  <=  step                                         see ``wait_ms``
 
 So the step is at least the smallest X for which K stages, each with work (X - way - wait) / n, can
-hold all work, one after the other. Times assume the fastest devices, and transfers are left
-out. Passes of its own shorten a stage's wait: as many are counted as its blocks have, at their
+hold all work, one after the other; no two share a block of one node. Times assume the fastest devices, and transfers are left
+out. In a steady-state step, a stage's own passes and its slot (see
+``exchange_bounds.py``) count without a way::
+
+    n * work + wait + slot  <=  step        wait and slot of a stage
+
+Passes of its own shorten a stage's wait: as many are counted as its blocks have, at their
 slowest.
 """
 
@@ -30,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +44,7 @@ from placer.schedule import in_flight
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
 from placer.solver.problem import HALVINGS, ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction
+from placer.solver.replicas.exchange_bounds import LayerMs, SlotBound
 
 Arcs = set[tuple[int, int]]
 Vector = NDArray[np.float64]
@@ -58,28 +64,103 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
         nodes: its layers in nodes, in topological order.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
+    blocks = _blocks_of(problem, nodes, awaited_ms)
+    if blocks is None:
+        return 0.0
+    # Two chains of waiting give two bounds. In the first, a stage waits for the way there and back,
+    # without the weight gradients that nobody waits for. In the second, all work counts but only
+    # the way there.
+    ways_ms = blocks.there_ms + blocks.back_ms
+    return max(
+        blocks.row(problem, blocks.awaited_ms, ways_ms).least_step(),
+        blocks.row(problem, blocks.passes_ms, blocks.there_ms).least_step(),
+    )
+
+
+def filling_of_steady_state(
+    problem: Problem, nodes: Reduction, awaited_ms: Matrix, slot: SlotBound, known_ms: float
+) -> float:
+    """Return a lower bound on the steady-state step of every contiguous placement, in milliseconds.
+
+    It is the known one where gradients do not come back through all nodes.
+
+    Args:
+        problem: the placement problem.
+        nodes: its layers in nodes, in topological order.
+        awaited_ms: by layer and device, what others wait for of a backward pass.
+        slot: a bound on what devices do between two steps.
+        known_ms: another lower bound; the result is not less.
+    """
+    blocks = _blocks_of(problem, nodes, awaited_ms)
+    if blocks is None or blocks.waits is None:
+        return known_ms
+    # All passes that others wait for are between the first pass of the first stage and its last.
+    # Between those of another stage are its own passes alone; its slot follows.
+    slots_ms = _by_node(nodes, fastest_ms(problem, _matrix(problem, slot.layer_ms)))
+    own_ms = blocks.passes_ms + _by_block(blocks.block_of, slots_ms) / problem.request.chunks
+    own = blocks.row(problem, own_ms, np.zeros_like(own_ms))
+    least = own.least_step(known_ms + slot.less_ms)
+    ways_ms = blocks.there_ms + blocks.back_ms
+    around = blocks.row(problem, blocks.awaited_ms, ways_ms)
+    return around.least_step(least - slot.less_ms)
+
+
+class _Blocks(NamedTuple):
+    """The blocks of a graph.
+
+    Attributes:
+        block_of: by node, its block.
+        is_whole: by block, whether it is one node.
+        awaited_ms: by block, the passes that others wait for.
+        passes_ms: by block, all passes.
+        there_ms: by block, the shortest way there of a node of it or of a later one.
+        back_ms: by block, the shortest way back.
+        waits: stage by stage, by first block and last, how long it waits; None if gradients do not
+            come back through all nodes.
+    """
+
+    block_of: list[int]
+    is_whole: NDArray[np.bool_]
+    awaited_ms: Vector
+    passes_ms: Vector
+    there_ms: Vector
+    back_ms: Vector
+    waits: list[Any] | None
+
+    def row(self, problem: Problem, work_ms: Vector, way_ms: Vector) -> _Row:
+        """Return stages along the blocks, by work and way of each."""
+        return _Row(work_ms, way_ms, self.waits, problem, self.is_whole)
+
+
+def _blocks_of(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> _Blocks | None:
+    """Return the blocks of a contiguous graph; None where nodes are tied to others behind them."""
     arcs, count = nodes.arcs(arcs_of(problem.values)), len(nodes.nodes)
     if not problem.contiguous or any(reader < source for source, reader in arcs):
-        return 0.0
+        return None
     block_of = _joined(_blocks(arcs, count))
     forward, backward, awaited = (
         _by_node(nodes, fastest_ms(problem, times))
         for times in (problem.forward_ms, problem.backward_ms, awaited_ms)
     )
     back = nodes.arcs(gradient_arcs(problem))
-    there_ms = _least_from(block_of, _before(arcs, forward))
-    ways_ms = there_ms + _least_from(block_of, _before(back, awaited))
     waits = None
     if problem.training and _has_two_ends(back, count):
         behind_ms = _least_to(block_of, _behind(arcs, forward) + _behind(back, awaited))
         waits = _waits(problem, nodes, block_of, behind_ms)
-    # Two chains of waiting give two bounds. In the first, a stage waits for the way there and back,
-    # without the weight gradients that nobody waits for. In the second, all work counts but only
-    # the way there.
-    return max(
-        _Row(_by_block(block_of, forward + awaited), ways_ms, waits, problem).least_step(),
-        _Row(_by_block(block_of, forward + backward), there_ms, waits, problem).least_step(),
+    return _Blocks(
+        block_of,
+        np.bincount(block_of) == 1,
+        _by_block(block_of, forward + awaited),
+        _by_block(block_of, forward + backward),
+        _least_from(block_of, _before(arcs, forward)),
+        _least_from(block_of, _before(back, awaited)),
+        waits,
     )
+
+
+def _matrix(problem: Problem, layer_ms: LayerMs) -> Matrix:
+    devices = range(len(problem.devices))
+    return [[layer_ms(layer, device) for device in devices] for layer in range(len(problem.layers))]
 
 
 def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backward: Any) -> Any:
@@ -224,12 +305,19 @@ class _Row:
         waits: stage by stage; None if nothing is known of them, so that it is all the same where
             they end.
         problem: the placement problem.
+        is_whole: by block, whether it is one node, which no two stages share.
     """
 
     def __init__(
-        self, work_ms: Vector, way_ms: Vector, waits: list[Any] | None, problem: Problem
+        self,
+        work_ms: Vector,
+        way_ms: Vector,
+        waits: list[Any] | None,
+        problem: Problem,
+        is_whole: NDArray[np.bool_],
     ) -> None:
         self._chunks = problem.request.chunks
+        self._is_whole = is_whole
         self._ends = np.cumsum(work_ms)
         self._starts = self._ends - work_ms
         # by first block and last, what a stage loses; by last block, what the stages up to it hold
@@ -244,18 +332,27 @@ class _Row:
                 self._ends[None, :],
             )
 
-    def least_step(self) -> float:
-        """Return the smallest step for which the stages can hold the work of all blocks."""
-        low, high = 0.0, self._chunks * float(self._ends[-1])
+    def least_step(self, known_ms: float = 0.0) -> float:
+        """Return the smallest step for which the stages can hold the work of all blocks.
+
+        Args:
+            known_ms: a lower bound that is known; the result is not less.
+        """
+        low, high = known_ms, self._chunks * float(self._ends[-1])
+        if low >= high or (low and self._holds_all(low * (1 + ROUNDING))):
+            return low
         # `_reach` grows with the step, so bisection finds the smallest feasible one. `low` stays
         # infeasible, hence a lower bound.
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            if self._reach(middle) >= self._ends[-1] * (1 - 1e-12):
+            if self._holds_all(middle):
                 high = middle
             else:
                 low = middle
         return low
+
+    def _holds_all(self, step_ms: float) -> bool:
+        return self._reach(step_ms) >= self._ends[-1] * (1 - 1e-12)
 
     def _reach(self, step_ms: float) -> float:
         """Return the most work of the stages, each starting where the last ends or earlier."""
@@ -268,7 +365,15 @@ class _Row:
             begins = np.minimum(reached, self._ends[:first])[:, None]
             further = begins + (step_ms - lost[:first]) / self._chunks
             possible = (lost[:first] <= step_ms) & (further >= self._least)
-            reached = float(
-                np.max(np.minimum(further, self._most), where=possible, initial=reached)
+            reached = self._whole_blocks(
+                float(np.max(np.minimum(further, self._most), where=possible, initial=reached))
             )
         return reached
+
+    def _whole_blocks(self, reached: float) -> float:
+        """Return the same work without the part of a block that no two stages share."""
+        block = int(np.searchsorted(self._starts, reached, side="right")) - 1
+        start, end = float(self._starts[block]), float(self._ends[block])
+        if not self._is_whole[block] or start == end:
+            return reached
+        return start if reached < end * (1 - ROUNDING) else max(reached, end)

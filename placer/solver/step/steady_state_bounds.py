@@ -5,9 +5,11 @@ least the time from a device's first pass to its last, and the optimizer. With n
 and b the passes of a stage, o its optimizer, c = f + b, and behind what a micro-batch passes
 through in the stages behind it::
 
-    any placement       n * c + o of every device; the way from a layer that reads nothing to any
+    any placement       n * c + o of every device, where replicas exchange gradients with what
+                        nothing hides of that (see ``exchange_bounds.py``); the way from a layer that reads nothing to any
                         other, all micro-batches through that, and the way back, after which the
-                        first one's device has its next step
+                        first one's device has its next step; if contiguous, what filling the
+                        pipeline takes (see ``fill_bound.py``)
     a row of stages     n * c + o + wait, the stage's own passes
                         before + n * c + wait, without weight halves that run apart; the whole
                         way + (n - 1) * f, and the same with b: all of this between the first
@@ -21,15 +23,16 @@ stages wait for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
+from operator import itemgetter
 
-from placer.solver import pipelines
 from placer.solver.bounds.simple_bounds import fastest_ms
 from placer.solver.bounds.work_sharing import least_work
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
+from placer.solver.replicas.exchange_bounds import SlotBound, slot_bounds
 from placer.solver.step import fill_bound
 
 Arcs = Sequence[tuple[int, int]]
@@ -39,7 +42,10 @@ MOST_STARTS = 8
 
 
 def any_placement(
-    problem: Problem, nodes: Reduction, awaited_ms: Sequence[Sequence[float]]
+    problem: Problem,
+    nodes: Reduction,
+    awaited_ms: Sequence[Sequence[float]],
+    over: Callable[[], bool] = lambda: False,
 ) -> float:
     """Return a lower bound on every steady-state step, in milliseconds.
 
@@ -47,17 +53,23 @@ def any_placement(
         problem: the placement problem.
         nodes: its layers in nodes.
         awaited_ms: by layer and device, what others wait for of a backward pass.
+        over: asked before the longer parts of this.
     """
-    return max(
-        least_work(problem, nodes, partial(_work_ms, problem)), _way_and_back(problem, awaited_ms)
-    )
+    shared = [
+        (least_work(problem, nodes, partial(_work_ms, problem, slot)) - slot.less_ms, slot)
+        for slot in slot_bounds(problem)
+    ]
+    work_ms, slot = max(shared, key=itemgetter(0))
+    least = max(work_ms, _way_and_back(problem, awaited_ms))
+    if over():
+        return least
+    return fill_bound.filling_of_steady_state(problem, nodes, awaited_ms, slot, least)
 
 
-def _work_ms(problem: Problem, layer: int, device: int) -> float:
+def _work_ms(problem: Problem, slot: SlotBound, layer: int, device: int) -> float:
     """Return the time that a layer keeps a device busy in a step."""
-    return problem.request.chunks * problem.compute_ms(layer, device) + pipelines.optimizer_ms(
-        problem, layer, device
-    )
+    passes_ms = problem.request.chunks * problem.compute_ms(layer, device)
+    return passes_ms + slot.layer_ms(layer, device)
 
 
 def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> float:

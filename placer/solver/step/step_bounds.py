@@ -75,7 +75,7 @@ def any_placement(
         return 0.0
     awaited_ms = _awaited_ms(problem)
     if pipelines.is_steady_state(problem):
-        return steady_state_bounds.any_placement(problem, nodes, awaited_ms) * (1 - ROUNDING)
+        return steady_state_bounds.any_placement(problem, nodes, awaited_ms, over) * (1 - ROUNDING)
     parts = itertools.takewhile(lambda _: not over(), (_spans, fill_bound.filling))
     passes = max((part(problem, nodes, awaited_ms) for part in parts), default=0.0)
     # In an isolated step the optimizer starts after all passes, so the two bounds add up.

@@ -277,6 +277,47 @@ def on_two_hosts(request):
     return request.model_copy(update={"cluster": Cluster(devices=devices, links=links)})
 
 
+@pytest.mark.parametrize("objective", ["step", "throughput"])
+def test_gradients_go_where_replicas_exchange_them_fast(objective):
+    # The devices of a pipeline are alike but for their replicas: first the links between d0 and d2
+    # are slow, then those between d1 and d3. One device alone cannot hold the model.
+    found = []
+    for slow in (0, 1):
+        asked = row(
+            [3.0, 3.0],
+            devices=4,
+            chunks=8,
+            schedule="1f1b",
+            grad_bytes=0,
+            memory_bytes=3_000 * MB,
+            replicas="auto",
+        )
+        heavy, light = (
+            layer.model_copy(update={"grad_bytes": gradients, "param_bytes": size})
+            for layer, gradients, size in zip(
+                asked.profile.layers, (900 * MB, 0), (500 * MB, 2_000 * MB), strict=True
+            )
+        )
+        ends = {f"d{slow}", f"d{slow + 2}"}
+        links = [
+            link.model_copy(
+                update={
+                    "bandwidth_bytes_per_s": 1e9 if {link.source, link.target} == ends else 1e11
+                }
+            )
+            for link in asked.cluster.links
+        ]
+        changed = {
+            "profile": asked.profile.model_copy(update={"layers": (heavy, light)}),
+            "cluster": asked.cluster.model_copy(update={"links": tuple(links)}),
+            "objective": objective,
+        }
+        found.append(solve(asked.model_copy(update=changed)))
+    first, other = found
+    assert len(first.replicas) == len(other.replicas) == 2
+    assert first.objective_value == pytest.approx(other.objective_value)
+
+
 def test_devices_that_no_number_divides_form_no_equal_pipelines():
     assert [shape.replicas for shape, _ in shapes(step_request(devices=3, batch_size=12))] == [3]
     unlike = unlike_request()

@@ -10,11 +10,13 @@ from small_requests import examples
 
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import costs
+from placer.solver.replicas.replication import ExchangeTime, Replication
 from placer.solver.step import fill_bound, step_bounds
 from placer.solver.step.choices import bounded, choice_of
 
 SETTINGS = examples(80)
 MS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.25])
+GRADIENTS = st.sampled_from([0, 10**6, 3 * 10**7, 10**8, 10**9])
 
 
 def asked(
@@ -27,6 +29,7 @@ def asked(
     edges=None,
     kinds=None,
     optimizer=None,
+    gradients=None,
     **options,
 ):
     """Return a step of layers in a row, or with other edges; bytes take 1 ms each."""
@@ -39,6 +42,7 @@ def asked(
             backward_ms={"a": back, "b": back},
             weight_grad_ms={} if weights is None else {"a": weights[index], "b": weights[index]},
             optimizer_ms={} if optimizer is None else {"a": optimizer[index], "b": 1.0},
+            grad_bytes=0 if gradients is None else gradients[index],
         )
         for index, (name, there, back) in enumerate(zip(names, forward, backward, strict=True))
     ]
@@ -226,16 +230,34 @@ def graphs(draw):
         schedule,
         weights,
         edges,
+        gradients=draw(st.lists(GRADIENTS, min_size=count, max_size=count)),
         training=training,
+        step_kind=draw(st.sampled_from(["isolated", "steady-state"])),
     )
 
 
+@st.composite
+def exchanges(draw, devices):
+    """Return what two replicas of each device exchange."""
+    byte_ms, latency_ms = (
+        st.sampled_from([0.0, 1e-9, 1e-8, 1e-7]),
+        st.sampled_from([0.0, 0.25]),
+    )
+    times = st.builds(ExchangeTime, latency_ms, byte_ms)
+    reduction, gathering = (
+        tuple(draw(st.lists(times, min_size=devices, max_size=devices))) for _ in range(2)
+    )
+    return Replication(2, reduction, gathering)
+
+
 @SETTINGS
-@given(request=graphs(), most=st.sampled_from([2, fill_bound.MOST_BLOCKS]))
-def test_no_map_of_any_graph_takes_less_than_filling_does(request, most):
+@given(data=st.data(), request=graphs(), most=st.sampled_from([2, fill_bound.MOST_BLOCKS]))
+def test_no_map_of_any_graph_takes_less_than_its_bound(data, request, most):
+    shared = data.draw(st.booleans()) and request.is_training
+    costs_of_replicas = data.draw(exchanges(len(request.devices))) if shared else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill_bound, "MOST_BLOCKS", most)
-        choice = bounded(choice_of(request))
+        choice = bounded(choice_of(request, costs_of_replicas))
     for where in itertools.product(
         range(len(choice.problem.devices)), repeat=len(choice.problem.layers)
     ):
