@@ -15,13 +15,15 @@ from placer.solver.problem import Problem
 from placer.solver.solve import Portfolio, solve
 
 from .. import record
-from . import chain, latency, models, neurips20, peers, pipedream
+from . import chain, latency, models, neurips20, peers, pipedream, replicated
 from .rows import Wanted, measured, peak_mib
 
 LIMIT_S = 20.0
 LONG_LIMIT_S = 60.0
 MODEL_LIMIT_S = 10.0
 CHAIN_LIMIT_S = 30.0
+REPLICAS_LIMIT_S = 10.0
+MANY_REPLICAS_LIMIT_S = 30.0
 TIGHT = 0.85
 REPEATS = 20
 CONTIGUOUS = Constraints(contiguous=True)
@@ -57,6 +59,7 @@ def every() -> dict[str, Case]:
         *_models(),
         *_memory(),
         *_steps(),
+        *_replicas(),
         *_chains(),
     ]
     return {case.name: case for case in cases}
@@ -244,6 +247,35 @@ def _bottleneck_first(asked: PlacementRequest) -> float | None:
     index = {device.name: number for number, device in enumerate(problem.devices)}
     result = costs.evaluate(problem, [index[name] for name in placement.layer_devices.values()])
     return None if result is None else result.objective_value
+
+
+def _replicas() -> Iterator[Case]:
+    """Return requests whose stages may have replicas.
+
+    By steps: PipeDream's profiles and the models, on hosts of four devices. By bottleneck: the
+    profiles on hosts of one device, as PipeDream's optimizer also plans them.
+    """
+    wanted = Wanted(gap=2.0, time_s=REPLICAS_LIMIT_S + 1)
+    limit = {"time_limit_s": REPLICAS_LIMIT_S}
+    for devices in (4, 8, 16):
+        for name in pipedream.NAMES:
+            asked = partial(replicated.of_profile, name, devices, **limit)
+            case = f"pipedream {name}, replicas on {devices} devices, step"
+            yield Case("replicas", case, partial(replicated.row, asked, wanted))
+            alone = {"per_host": 1, "objective": "throughput", "schedule": "1f1b"}
+            asked = partial(asked, **alone, step_kind="isolated")
+            case = f"pipedream {name}, replicas on {devices} devices, bottleneck"
+            yield Case("replicas", case, partial(replicated.row_of_profile, asked, wanted))
+        for name in models.names():
+            asked = partial(replicated.of_model, name, devices, **limit)
+            case = f"model {name}, replicas on {devices} devices, step"
+            yield Case("replicas", case, partial(replicated.row, asked, wanted))
+    wanted = Wanted(gap=2.0, time_s=MANY_REPLICAS_LIMIT_S + 1)
+    many = {"per_host": 64, "time_limit_s": MANY_REPLICAS_LIMIT_S}
+    for name in pipedream.NAMES:
+        asked = partial(replicated.of_profile, name, 64, **many)
+        case = f"pipedream {name}, replicas on 64 devices, step"
+        yield Case("replicas", case, partial(replicated.row, asked, wanted))
 
 
 def _chains() -> Iterator[Case]:

@@ -69,6 +69,7 @@ def measured(
     *,
     value: Callable[[Placement], float | None] | None = None,
     peers: Callable[[], Mapping[str, float | None]] | None = None,
+    figures: Callable[[Placement], Mapping[str, float | str | None]] | None = None,
 ) -> dict[str, Any]:
     """Solve a case once and record the result.
 
@@ -80,13 +81,14 @@ def measured(
         value: computes the value from the answer independently of the solver; the solver's own
             value if left out.
         peers: computes the peers' values after the answer; its memory does not count.
+        figures: computes further figures from the answer.
     """
     began = perf_counter()
     placement = solve()
     time_s = perf_counter() - began
     found = placement.objective_value if value is None else value(placement)
     proven = placement.status == "optimal"
-    figures = {
+    found_figures = {
         "bound": placement.bound,
         "gap, %": None if placement.gap is None else 0.0 if proven else 100 * placement.gap,
         "time, s": round(time_s, 3),
@@ -99,9 +101,9 @@ def measured(
         "ms",
         found,
         target=wanted.value,
-        met=wanted.met(found, figures, proven),
+        met=wanted.met(found, found_figures, proven),
         peers=peers() if peers is not None else {},
-        figures=figures,
+        figures=found_figures | dict(figures(placement) if figures is not None else {}),
     )
 
 

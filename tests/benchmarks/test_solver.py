@@ -254,3 +254,56 @@ def test_a_case_in_a_process_of_its_own_gives_one_row(part):
     row = json.loads(answer.stdout.splitlines()[-1])
     assert row["case"] == case and row["value"] == pytest.approx(17.789906, rel=1e-6)
     assert row["figures"]["gap, %"] == 0.0 and row["figures"]["peak, MiB"] > 0
+
+
+def test_no_stages_with_replicas_of_their_own_have_a_smaller_bottleneck(part):
+    replicated, unlike = part("replicated"), part("unlike_replicas")
+    asked = part("chain").request(
+        5,
+        4,
+        chunks=16,
+        replicas="auto",
+        cluster=replicated.of_hosts(4, "made up", per_host=1),
+    )
+    layers = tuple(
+        layer.model_copy(update={"grad_bytes": 10**8 * index**2})
+        for index, layer in enumerate(asked.profile.layers)
+    )
+    asked = asked.model_copy(
+        update={"profile": asked.profile.model_copy(update={"layers": layers})}
+    )
+    plans = unlike.UnlikeReplicas(asked)
+    every = [
+        plans.bottleneck(unlike.Plan(tuple(map(unlike.Stage, (0, *cuts), (*cuts, 5), counts)), 0.0))
+        for stages in range(1, 5)
+        for cuts in itertools.combinations(range(1, 5), stages - 1)
+        for counts in itertools.product(range(1, 5), repeat=stages)
+        if sum(counts) <= 4
+    ]
+    best = plans.best()
+    assert plans.bottleneck(best) == pytest.approx(min(every))
+    assert best.predicted_ms == pytest.approx(min(every))
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "stages", "predicted_ms", "data_parallel_ms"),
+    [
+        ("vgg16", 4, "3-1", 176.349, 500.192),
+        ("vgg16", 8, "7-1", 100.841, 277.767),
+        ("vgg16", 16, "13-2-1", 54.795, 145.802),
+        ("gnmt_large", 4, "1-1-1-1", 137.129, 796.635),
+    ],
+)
+def test_plans_are_those_of_pipedreams_optimizer(
+    part, name, devices, stages, predicted_ms, data_parallel_ms
+):
+    # Expected: `optimizer_graph_hierarchical.py -n DEVICES -b 1250000000` with an activation
+    # compression ratio of 1, of github.com/msr-fiddle/pipedream, commit 7db6a1c.
+    asked = part("replicated").of_profile(
+        name, devices, per_host=1, objective="throughput", schedule="1f1b", step_kind="isolated"
+    )
+    plans = part("unlike_replicas").UnlikeReplicas(asked)
+    found = plans.of_pipedream()
+    assert str(found) == stages
+    assert found.predicted_ms == pytest.approx(predicted_ms, abs=1e-3)
+    assert plans.data_parallel_of_pipedream() == pytest.approx(data_parallel_ms, abs=1e-3)

@@ -21,9 +21,9 @@ holds any nodes of::
     way(k) + n * work + wait  <=  step                                         see ``wait_ms``
 
 So the step is at least the smallest X for which K stages, each with work (X - way - wait) / n, can
-hold all work, one after the other; no two share a block of one node. Times assume the fastest devices, and transfers are left
-out. In a steady-state step, a stage's own passes and its slot (see
-``exchange_bounds.py``) count without a way::
+hold all work, one after the other; no two share a block of one node. Times assume the fastest
+devices, and transfers are left out. In a steady-state step, a stage's own passes and its slot (see
+``exchange_bounds.py``) also count without a way::
 
     n * work + wait + slot  <=  step        wait and slot of a stage
 
@@ -352,7 +352,7 @@ class _Row:
         return low
 
     def _holds_all(self, step_ms: float) -> bool:
-        return self._reach(step_ms) >= self._ends[-1] * (1 - 1e-12)
+        return self._reach(step_ms) >= float(self._ends[-1]) * (1 - 1e-12)
 
     def _reach(self, step_ms: float) -> float:
         """Return the most work of the stages, each starting where the last ends or earlier."""

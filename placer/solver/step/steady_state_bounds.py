@@ -5,11 +5,11 @@ least the time from a device's first pass to its last, and the optimizer. With n
 and b the passes of a stage, o its optimizer, c = f + b, and behind what a micro-batch passes
 through in the stages behind it::
 
-    any placement       n * c + o of every device, where replicas exchange gradients with what
-                        nothing hides of that (see ``exchange_bounds.py``); the way from a layer that reads nothing to any
-                        other, all micro-batches through that, and the way back, after which the
-                        first one's device has its next step; if contiguous, what filling the
-                        pipeline takes (see ``fill_bound.py``)
+    any placement       n * c + o of every device, and what nothing hides of the exchange with its
+                        replicas (see ``exchange_bounds.py``); the way from a layer that reads
+                        nothing to any other, all micro-batches through that, and the way back,
+                        after which the first one's device has its next step; if contiguous, what
+                        filling the pipeline takes (see ``fill_bound.py``)
     a row of stages     n * c + o + wait, the stage's own passes
                         before + n * c + wait, without weight halves that run apart; the whole
                         way + (n - 1) * f, and the same with b: all of this between the first
