@@ -365,12 +365,12 @@ class Placement(Wire):
                     f"{device!r} itself first"
                 )
             refuse_duplicates(
-                f"replicas: among those of {device!r}, device", [one.device for one in members]
+                f"replicas: of the replicas of {device!r}, device", [one.device for one in members]
             )
             samples = sum(one.samples for one in members)
             if samples != self.batch_size:
                 raise ValueError(
-                    f"replicas: those of {device!r} compute {count_text(samples, 'sample')} of "
+                    f"replicas: the replicas of {device!r} compute {count_text(samples, 'sample')} of "
                     f"each micro-batch, but batch_size is {self.batch_size}; give shares that add "
                     "up to batch_size"
                 )

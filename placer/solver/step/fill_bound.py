@@ -95,7 +95,7 @@ def filling_of_steady_state(
     if blocks is None or blocks.waits is None:
         return known_ms
     # All passes that others wait for are between the first pass of the first stage and its last.
-    # Between those of another stage are its own passes alone; its slot follows.
+    # Another stage has its own passes alone between its first and its last; its slot follows.
     slots_ms = _by_node(nodes, fastest_ms(problem, _matrix(problem, slot.layer_ms)))
     own_ms = blocks.passes_ms + _by_block(blocks.block_of, slots_ms) / problem.request.chunks
     own = blocks.row(problem, own_ms, np.zeros_like(own_ms))

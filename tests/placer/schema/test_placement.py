@@ -31,8 +31,8 @@ def test_shares_of_different_sizes_are_accepted() -> None:
     [
         (
             [("cuda:0", 4), ("cuda:1", 2)],
-            "replicas: those of 'cuda:0' compute 6 samples of each micro-batch, but batch_size is "
-            "8; give shares that add up to batch_size",
+            "replicas: the replicas of 'cuda:0' compute 6 samples of each micro-batch, but "
+            "batch_size is 8; give shares that add up to batch_size",
         ),
         (
             [("cuda:0", 8)],
@@ -46,7 +46,7 @@ def test_shares_of_different_sizes_are_accepted() -> None:
         ),
         (
             [("cuda:0", 4), ("cuda:0", 4)],
-            "replicas: among those of 'cuda:0', device 'cuda:0' is listed twice",
+            "replicas: of the replicas of 'cuda:0', device 'cuda:0' is listed twice",
         ),
     ],
 )
