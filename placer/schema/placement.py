@@ -370,9 +370,9 @@ class Placement(Wire):
             samples = sum(one.samples for one in members)
             if samples != self.batch_size:
                 raise ValueError(
-                    f"replicas: the replicas of {device!r} compute {count_text(samples, 'sample')} of "
-                    f"each micro-batch, but batch_size is {self.batch_size}; give shares that add "
-                    "up to batch_size"
+                    f"replicas: the replicas of {device!r} compute "
+                    f"{count_text(samples, 'sample')} of each micro-batch, but batch_size is "
+                    f"{self.batch_size}; give shares that add up to batch_size"
                 )
         return self
 
