@@ -318,6 +318,7 @@ class _Row:
     ) -> None:
         self._chunks = problem.request.chunks
         self._is_whole = is_whole
+        self._has_waits = waits is not None
         self._ends = np.cumsum(work_ms)
         self._starts = self._ends - work_ms
         # by first block and last, what a stage loses; by last block, what the stages up to it hold
@@ -356,18 +357,21 @@ class _Row:
 
     def _reach(self, step_ms: float) -> float:
         """Return the most work of the stages, each starting where the last ends or earlier."""
-        reached = 0.0
+        reached, work_ms = 0.0, step_ms / self._chunks
         for lost in self._lost:
-            # blocks that it may begin in
-            first = int(np.searchsorted(self._starts, reached, side="right"))
+            # blocks that it may begin in, and end in: a stage holds no more than `work_ms`
+            first = int(np.searchsorted(self._ends, reached - work_ms, side="right"))
+            begin = slice(first, int(np.searchsorted(self._starts, reached, side="right")))
+            end = slice(None)
+            if self._has_waits:
+                end = slice(first, int(np.searchsorted(self._starts, reached + work_ms, "right")))
             # Greedy: each stage starts where the previous one ended, or at the end of an earlier
             # block, and takes as much work as fits.
-            begins = np.minimum(reached, self._ends[:first])[:, None]
-            further = begins + (step_ms - lost[:first]) / self._chunks
-            possible = (lost[:first] <= step_ms) & (further >= self._least)
-            reached = self._whole_blocks(
-                float(np.max(np.minimum(further, self._most), where=possible, initial=reached))
-            )
+            begins = np.minimum(reached, self._ends[begin])[:, None]
+            further = begins + (step_ms - lost[begin, end]) / self._chunks
+            possible = (lost[begin, end] <= step_ms) & (further >= self._least[:, end])
+            most = np.minimum(further, self._most[:, end])
+            reached = self._whole_blocks(float(np.max(most, where=possible, initial=reached)))
         return reached
 
     def _whole_blocks(self, reached: float) -> float:
