@@ -238,6 +238,7 @@ def replicated() -> Placement:
         replicas={
             "cuda:0": (Replica(device="cuda:0", samples=1), Replica(device="cuda:1", samples=1))
         },
+        batch_size=2,
     )
 
 
