@@ -87,6 +87,7 @@ function fitting(asked, chunksChanged, bottleneckMs) {
     delete asked.step_kind;
     if (asked.schedule === "auto") asked.schedule = "1f1b";
   }
+  if (asked.objective !== "step" && asked.objective !== "throughput") delete asked.replicas;
   if (asked.objective === "devices") asked.bottleneck_ms = bottleneckMs;
   else delete asked.bottleneck_ms;
   return asked;
