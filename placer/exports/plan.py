@@ -73,7 +73,7 @@ def placed_units(plan: Plan, units: Sequence[Unit], title: str, advice: str) -> 
                 f"{layer!r} on {device}" for device, layer in list(first_on.items())[::-1][:3]
             )
             raise PlacementError(
-                f"{title} keeps {' and '.join(map(repr, unit.keys)) or 'the model'} on one device, "
+                f"{title} keeps {unit} on one device, "
                 f"and this placement does not ({parts}): {advice}"
             )
         found.append(next(iter(first_on)))

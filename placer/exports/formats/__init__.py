@@ -26,7 +26,7 @@ def format_named(name: Any) -> Format:
     found = FORMATS.get(name)
     if found is None:
         raise InputError(
-            f"there is no format {name!r}{nearest(name, list(FORMATS))}; give one of "
-            f"{', '.join(FORMATS)}"
+            f"there is no format {name!r}; give one of {', '.join(FORMATS)}"
+            f"{nearest(name, list(FORMATS))}"
         )
     return found

@@ -15,6 +15,7 @@ class VLLM(BlockCounts):
     name = "vllm"
     title = "VLLM_PP_LAYER_PARTITION of vLLM"
     source = "vllm/distributed/utils.py, get_pp_indices"
+    copies_shared = True
 
     def text(self, plan: Plan) -> str:
         """Return the numbers of blocks, separated by commas; see ``Format.text``."""
