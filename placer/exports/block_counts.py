@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 
 from placer.errors import InputError, PlacementError
 from placer.exports.format import Format
 from placer.exports.plan import Plan
-from placer.exports.units import Unit, block_path, units_in_order
+from placer.exports.units import Unit, block_path, modules_of, units_in_order
 from placer.utils.units import count_text
 
 
@@ -26,25 +27,62 @@ class BlockCounts(Format):
         """Return the blocks; see ``Format.units``.
 
         Raises:
-            PlacementError: the model has no list of blocks, or several.
+            PlacementError: the model has no list of blocks, or several, or does not run the blocks
+                in the list's order.
         """
         units = units_in_order(layers, block_path)
-        lists = dict.fromkeys(key.rpartition(".")[0] for unit in units for key in unit.keys)
+        lists = dict.fromkeys(_list_of(key) for unit in units for key in unit.keys)
         if len(lists) != 1:
             have = f"several, {', '.join(map(repr, lists))}" if lists else "none"
             raise PlacementError(
                 f"{self.title} counts the blocks of one list, such as 'model.layers', and this "
                 f"model has {have}: use a format that names modules, such as 'accelerate'"
             )
+        for before, after in pairwise(units):
+            if max(_indices(before)) > min(_indices(after)):
+                raise PlacementError(
+                    f"{self.title} counts blocks in the order of their numbers, and this model "
+                    f"runs {after.keys[0]!r} after {before.keys[-1]!r}: use a format that names "
+                    "modules, such as 'accelerate'"
+                )
         return units
 
     def counts(self, plan: Plan) -> list[int]:
         """Return the number of blocks of each stage.
 
+        Blocks without layers, which compute nothing, count for the stage of the block before them.
+
         Raises:
             PlacementError: the format cannot express the placement.
         """
-        return [sum(len(unit.keys) for unit in segment.units) for segment in self.segments(plan)]
+        segments = self.segments(plan)
+        begins = [min(_indices(segment.units[0])) for segment in segments]
+        begins[0] = 0
+        return [end - begin for begin, end in pairwise([*begins, self.block_count(plan)])]
+
+    def block_count(self, plan: Plan) -> int:
+        """Return the number of blocks of the model's list.
+
+        Without the model, blocks after the last one that computes something are not known.
+
+        Raises:
+            PlacementError: the model has no such list.
+        """
+        units = self.units(list(plan.layer_devices))
+        known = max(_indices(units[-1])) + 1
+        if plan.model is None:
+            return known
+        path = _list_of(units[0].keys[0])
+        try:
+            blocks = plan.model.get_submodule(path)
+            # other children of a module that has numbered ones are not blocks
+            numbers = [int(name) for name, _ in blocks.named_children() if name.isdigit()]
+        except AttributeError as error:
+            raise PlacementError(
+                f"{type(plan.model).__name__} has no list of blocks {path!r}, which layers of the "
+                "placement name; give the model that was placed"
+            ) from error
+        return max(known, *(number + 1 for number in numbers), 0)
 
     def placed(
         self, counts: Sequence[int], layers: Sequence[str], devices: Sequence[str]
@@ -66,23 +104,49 @@ class BlockCounts(Format):
                 f"{count_text(len(devices), 'device')}; give as many devices as stages"
             )
         units = self.units(layers)
-        blocks = [(unit, key) for unit in units for key in unit.keys]
-        if sum(counts) != len(blocks):
+        total = max(_indices(units[-1])) + 1
+        if sum(counts) != total:
             raise InputError(
                 f"{self.title} states {count_text(sum(counts), 'block')} in total, and the model "
-                f"has {count_text(len(blocks), 'block')}; the counts must add up"
+                f"has {count_text(total, 'block')}; the counts must add up"
             )
         stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
         found: dict[str, str] = {}
-        for (unit, key), stage in zip(blocks, stages, strict=True):
-            for layer in unit.layers:
-                if found.setdefault(layer, devices[stage]) != devices[stage]:
+        for unit in units:
+            first, *others = sorted(unit.keys, key=_index)
+            for other in others:
+                if stages[_index(other)] != stages[_index(first)]:
                     raise InputError(
-                        f"{self.title} cuts before {key!r}, which shares calls with "
-                        f"{unit.keys[0]!r}; move the cut"
+                        f"{self.title} cuts before {other!r}, which shares calls with "
+                        f"{first!r}; move the cut"
                     )
+            found |= dict.fromkeys(unit.layers, devices[stages[_index(first)]])
+        # also if the first or the last stage has no block
+        before, after = _around_blocks(layers)
+        found |= dict.fromkeys(before, devices[0])
+        found |= dict.fromkeys(after, devices[len(counts) - 1])
         return found
 
     @abstractmethod
     def text(self, plan: Plan) -> str:
         """See ``Format.text``."""
+
+
+def _index(key: str) -> int:
+    return int(key.rpartition(".")[2])
+
+
+def _indices(unit: Unit) -> list[int]:
+    return [_index(key) for key in unit.keys]
+
+
+def _list_of(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _around_blocks(layers: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the layers before the first block and after the last one."""
+    in_blocks = [
+        index for index, layer in enumerate(layers) if any(map(block_path, modules_of(layer)))
+    ]
+    return layers[: in_blocks[0]], layers[in_blocks[-1] + 1 :]
