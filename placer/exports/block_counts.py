@@ -50,26 +50,42 @@ class BlockCounts(Format):
     def counts(self, plan: Plan) -> list[int]:
         """Return the number of blocks of each stage.
 
-        Blocks without layers, which compute nothing, count for the stage of the block before them.
-
         Raises:
             PlacementError: the format cannot express the placement.
         """
         segments = self.segments(plan)
-        begins = [min(_indices(segment.units[0])) for segment in segments]
-        begins[0] = 0
-        return [end - begin for begin, end in pairwise([*begins, self.block_count(plan)])]
+        sizes = self.sizes(plan, [unit for segment in segments for unit in segment.units])
+        return [sum(sizes[unit] for unit in segment.units) for segment in segments]
 
-    def block_count(self, plan: Plan) -> int:
+    def sizes(self, plan: Plan, units: Sequence[Unit]) -> dict[Unit, int]:
+        """Return the number of blocks of each unit.
+
+        Blocks without layers, which compute nothing, count for the unit before them.
+
+        Args:
+            plan: the placement.
+            units: all units that have blocks, in execution order.
+
+        Raises:
+            PlacementError: the model has no such list of blocks.
+        """
+        begins = [0, *(min(_indices(unit)) for unit in units[1:])]
+        ends = [*begins[1:], self.block_count(plan, units)]
+        return {unit: end - begin for unit, begin, end in zip(units, begins, ends, strict=True)}
+
+    def block_count(self, plan: Plan, units: Sequence[Unit]) -> int:
         """Return the number of blocks of the model's list.
 
         Without the model, blocks after the last one that computes something are not known.
 
+        Args:
+            plan: the placement.
+            units: all units that have blocks, in execution order.
+
         Raises:
             PlacementError: the model has no such list.
         """
-        units = self.units(list(plan.layer_devices))
-        known = max(_indices(units[-1])) + 1
+        known = known_blocks(units)
         if plan.model is None:
             return known
         path = _list_of(units[0].keys[0])
@@ -104,32 +120,58 @@ class BlockCounts(Format):
                 f"{count_text(len(devices), 'device')}; give as many devices as stages"
             )
         units = self.units(layers)
-        total = max(_indices(units[-1])) + 1
+        total = known_blocks(units)
         if sum(counts) != total:
             raise InputError(
                 f"{self.title} states {count_text(sum(counts), 'block')} in total, and the model "
                 f"has {count_text(total, 'block')}; the counts must add up"
             )
         stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        found = self.placed_blocks(units, [devices[stage] for stage in stages])
+        # also if the first or the last stage has no block
+        before, after = around_blocks(layers)
+        found |= dict.fromkeys(before, devices[0])
+        found |= dict.fromkeys(after, devices[len(counts) - 1])
+        return found
+
+    def placed_blocks(self, units: Sequence[Unit], on: Sequence[str]) -> dict[str, str]:
+        """Return the device of each layer of units from the device of each block.
+
+        Args:
+            units: all units that have blocks.
+            on: the device of each block, by the number of the block.
+
+        Raises:
+            InputError: the blocks of a unit are on several devices.
+        """
         found: dict[str, str] = {}
         for unit in units:
             first, *others = sorted(unit.keys, key=_index)
             for other in others:
-                if stages[_index(other)] != stages[_index(first)]:
+                if on[_index(other)] != on[_index(first)]:
                     raise InputError(
                         f"{self.title} cuts before {other!r}, which shares calls with "
                         f"{first!r}; move the cut"
                     )
-            found |= dict.fromkeys(unit.layers, devices[stages[_index(first)]])
-        # also if the first or the last stage has no block
-        before, after = _around_blocks(layers)
-        found |= dict.fromkeys(before, devices[0])
-        found |= dict.fromkeys(after, devices[len(counts) - 1])
+            found |= dict.fromkeys(unit.layers, on[_index(first)])
         return found
 
     @abstractmethod
     def text(self, plan: Plan) -> str:
         """See ``Format.text``."""
+
+
+def around_blocks(layers: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the layers before the first block and after the last one."""
+    in_blocks = [
+        index for index, layer in enumerate(layers) if any(map(block_path, modules_of(layer)))
+    ]
+    return layers[: in_blocks[0]], layers[in_blocks[-1] + 1 :]
+
+
+def known_blocks(units: Sequence[Unit]) -> int:
+    """Return the number of blocks up to the last block that has layers."""
+    return max(_indices(units[-1])) + 1
 
 
 def _index(key: str) -> int:
@@ -142,11 +184,3 @@ def _indices(unit: Unit) -> list[int]:
 
 def _list_of(key: str) -> str:
     return key.rpartition(".")[0]
-
-
-def _around_blocks(layers: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the layers before the first block and after the last one."""
-    in_blocks = [
-        index for index, layer in enumerate(layers) if any(map(block_path, modules_of(layer)))
-    ]
-    return layers[: in_blocks[0]], layers[in_blocks[-1] + 1 :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from placer.errors import PlacementError
@@ -16,8 +16,12 @@ class Plan:
 
     Attributes:
         layer_devices: the device of each layer, in execution order.
-        replicas: for each device of ``layer_devices``, the devices that share its layers; empty
-            without replicas.
+        replicas: for each device of ``layer_devices``, the devices that share its layers, itself
+            first; empty without replicas.
+        samples: for each device of ``replicas``, the samples of a micro-batch on each of its
+            replicas.
+        stages: the devices of ``layer_devices`` in pipeline order; empty: ordered by their first
+            layer.
         recompute: the devices that repeat their forward passes.
         training: whether a training step was placed.
         batch_size: samples in a micro-batch.
@@ -28,6 +32,8 @@ class Plan:
 
     layer_devices: Mapping[str, str]
     replicas: Mapping[str, Sequence[str]]
+    samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    stages: Sequence[str] = ()
     recompute: Sequence[str] = ()
     training: bool = False
     batch_size: int = 1
@@ -39,6 +45,12 @@ class Plan:
     def pipelines(self) -> int:
         """Return the number of pipelines that share each batch; 1 without replicas."""
         return max(map(len, self.replicas.values()), default=1)
+
+    @property
+    def ranks(self) -> list[str]:
+        """Return all devices, stage by stage, with the replicas of a stage next to each other."""
+        stages = self.stages or dict.fromkeys(self.layer_devices.values())
+        return [each for device in stages for each in self.replicas.get(device, [device])]
 
 
 class Segment(NamedTuple):

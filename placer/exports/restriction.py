@@ -31,22 +31,25 @@ def expressible(request: PlacementRequest) -> PlacementRequest:
         return request
     form = format_named(request.for_format)
     rules = request.constraints
-    if form.in_segments and rules.contiguous is False:
+    contiguous = form.in_segments or form.contiguous
+    if contiguous and rules.contiguous is False:
         raise InputError(
             f"constraints.contiguous is False, and {form.title} gives each device one contiguous "
             "segment; leave contiguous out, or for_format"
         )
     units = _units(request, form)
     _refuse_pins_apart(request, form, units)
+    cluster = form.cluster(request.placed_on, request.is_training)
     groups = tuple(unit.layers for unit in units if len(unit.layers) > 1)
     changed = {
         "colocated": (*rules.colocated, *groups),
-        "contiguous": True if form.in_segments else rules.contiguous,
+        "contiguous": contiguous or rules.contiguous,
     }
     return request.model_copy(
         update={
             "for_format": None,
             "constraints": rules.model_copy(update=changed),
+            "cluster": request.cluster if cluster is request.placed_on else cluster,
             "replicas": request.replicas if form.replicates else "never",
             "profile": _in_order(request.profile, form, units),
             "profiles": tuple(_in_order(each, form, units) for each in request.profiles),

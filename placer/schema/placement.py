@@ -404,6 +404,11 @@ class Placement(Wire):
                 device: [replica.device for replica in replicas]
                 for device, replicas in self.replicas.items()
             },
+            samples={
+                device: [replica.samples for replica in replicas]
+                for device, replicas in self.replicas.items()
+            },
+            stages=self.stages,
             recompute=self.recompute,
             training=self.training,
             batch_size=self.batch_size,

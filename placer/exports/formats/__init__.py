@@ -6,10 +6,16 @@ from typing import Any
 
 from placer.errors import InputError, kind_of
 from placer.exports.format import Format
+from placer.exports.formats.llama_cpp import LlamaCpp
+from placer.exports.formats.megatron import Megatron
+from placer.exports.formats.pipedream import PipeDream
+from placer.exports.formats.piper import Piper
 from placer.exports.formats.vllm import VLLM
 from placer.schema.faults import nearest
 
-FORMATS: dict[str, Format] = {form.name: form for form in (VLLM(),)}
+FORMATS: dict[str, Format] = {
+    form.name: form for form in (LlamaCpp(), Megatron(), PipeDream(), Piper(), VLLM())
+}
 """Each format, by the name that users write."""
 
 __all__ = ["FORMATS", "format_named"]
