@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_requests import examples
 
 from placer.errors import InputError, PlacementError
 from placer.exports.block_counts import BlockCounts
@@ -102,6 +103,7 @@ def test_counts_that_do_not_fit_are_refused(text: str, fault: str) -> None:
         COUNTS.read(text, ["h.0", "h.1", "h.0@1", "h.2"], "xyz")
 
 
+@examples(300)
 @given(
     counts=st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(sum),
     before=st.integers(0, 2),

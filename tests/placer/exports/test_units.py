@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_requests import examples
 
 from placer.exports.units import Unit, block_path, modules_of, units_anywhere, units_in_order
 
@@ -117,6 +118,7 @@ LAYERS = st.lists(
 )
 
 
+@examples(300)
 @given(layers=LAYERS)
 def test_units_in_order_are_the_finest_division_that_keeps_blocks_whole(layers: list[str]) -> None:
     """A cut is allowed where no block has layers on both sides, and a named layer follows."""
@@ -137,6 +139,7 @@ def test_units_in_order_are_the_finest_division_that_keeps_blocks_whole(layers: 
     assert [unit.layers for unit in found] == expected
 
 
+@examples(300)
 @given(layers=LAYERS)
 def test_units_in_any_order_are_the_connected_layers(layers: list[str]) -> None:
     found = units_anywhere(layers, lambda path: block_path(path) or path)

@@ -14,6 +14,7 @@ import pytest
 from block_plans import block_layers, segmented_plans
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from small_requests import examples
 
 import placer
 from placer.errors import InputError, PlacementError
@@ -39,6 +40,7 @@ def model(blocks: int, mtp: int = 0) -> list[str]:
     return [*layers, *(f"mtp.layers.{i}" for i in range(mtp)), "head"]
 
 
+@examples(300)
 @given(data=st.data())
 def test_an_exported_placement_is_read_again(data: st.DataObject) -> None:
     plan = data.draw(segmented_plans(FORMAT))
@@ -47,6 +49,7 @@ def test_an_exported_placement_is_read_again(data: st.DataObject) -> None:
     assert FORMAT.read(text, list(plan.layer_devices), ranks) == plan.layer_devices
 
 
+@examples(300)
 @given(data=st.data())
 def test_a_placement_with_virtual_stages_is_read_again(data: st.DataObject) -> None:
     """Devices may come again, if the last one does not hold the start of the model, too."""

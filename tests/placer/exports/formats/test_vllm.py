@@ -11,6 +11,7 @@ import pytest
 from block_plans import GPUS, segmented_plans
 from hypothesis import given
 from hypothesis import strategies as st
+from small_requests import examples
 
 from placer.errors import InputError, PlacementError
 from placer.exports.formats.vllm import VLLM
@@ -20,6 +21,7 @@ FORMAT = VLLM()
 LAYERS = ["embed", *(f"model.layers.{i}" for i in range(7)), "norm", "head"]
 
 
+@examples(300)
 @given(data=st.data())
 def test_an_exported_placement_is_read_again(data: st.DataObject) -> None:
     plan = data.draw(segmented_plans(FORMAT))
