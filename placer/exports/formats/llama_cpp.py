@@ -53,7 +53,7 @@ class LlamaCpp(BlockCounts):
     def cluster(self, cluster: Cluster, training: bool) -> Cluster:
         """Return the cluster without links into the host, which has the first layers.
 
-        Gradients would need such links, so a cluster for training stays as it is.
+        Gradients would need such links, so a cluster for training keeps its links.
         """
         hosts = _hosts([device.name for device in cluster.devices])
         if not hosts or training:
@@ -122,7 +122,7 @@ class LlamaCpp(BlockCounts):
         if len(on) < count + 1 - on_gpus:
             raise InputError(
                 f"--n-gpu-layers {on_gpus} keeps {count + 1 - on_gpus} of {count + 1} layers on "
-                "the host, which is not one of the devices; add the device 'cpu'"
+                "the host, which is not one of the devices; add the device 'cpu:0'"
             )
         for layer in range(on_gpus):
             on.append(gpus[bisect_right(split, _float32(layer / on_gpus))])
