@@ -169,6 +169,26 @@ def around_blocks(layers: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return layers[: in_blocks[0]], layers[in_blocks[-1] + 1 :]
 
 
+def units_with_ends(
+    blocks: Sequence[Unit], layers: Sequence[str], first: str, last: str
+) -> list[Unit]:
+    """Return units in which the layers around the blocks are units of their own.
+
+    Args:
+        blocks: the blocks; the first one also has the layers before it, and the last one the
+            layers after it.
+        layers: the names of all layers, in execution order.
+        first: the name of the unit before the blocks.
+        last: the name of the unit after them.
+    """
+    before, after = around_blocks(layers)
+    found = list(blocks)
+    found[0] = Unit(found[0].keys, found[0].layers[len(before) :])
+    found[-1] = Unit(found[-1].keys, found[-1].layers[: len(found[-1].layers) - len(after)])
+    ends = (Unit((first,), tuple(before)), Unit((last,), tuple(after)))
+    return [unit for unit in (ends[0], *found, ends[1]) if unit.layers]
+
+
 def known_blocks(units: Sequence[Unit]) -> int:
     """Return the number of blocks up to the last block that has layers."""
     return max(_indices(units[-1])) + 1

@@ -10,8 +10,8 @@ from placer.errors import PlacementError
 from placer.exports.plan import Plan, Segment, placed_units, segments
 from placer.exports.units import Unit
 from placer.schema.base import FormatName
-from placer.schema.cluster import Cluster
 from placer.schema.export import Export
+from placer.schema.request import PlacementRequest
 
 
 class Format(ABC):
@@ -117,14 +117,16 @@ class Format(ABC):
             )
         return Export(format=self.name, text=self.text(plan), notes=tuple(self.notes(plan)))
 
-    def cluster(self, cluster: Cluster, training: bool) -> Cluster:
-        """Return the cluster, with only the links over which the engine passes values.
+    def restricted(self, request: PlacementRequest) -> PlacementRequest:
+        """Return the request with rules of the engine that units and segments do not express.
 
         Args:
-            cluster: the devices of a request.
-            training: whether gradients pass in the opposite direction.
+            request: for this format.
+
+        Raises:
+            InputError: the request demands what the format cannot express.
         """
-        return cluster
+        return request
 
     @property
     def advice(self) -> str:

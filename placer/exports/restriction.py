@@ -30,6 +30,8 @@ def expressible(request: PlacementRequest) -> PlacementRequest:
     if request.for_format is None:
         return request
     form = format_named(request.for_format)
+    units = _units(request, form)
+    request = form.restricted(request)
     rules = request.constraints
     contiguous = form.in_segments or form.contiguous
     if contiguous and rules.contiguous is False:
@@ -37,9 +39,7 @@ def expressible(request: PlacementRequest) -> PlacementRequest:
             f"constraints.contiguous is False, and {form.title} gives each device one contiguous "
             "segment; leave contiguous out, or for_format"
         )
-    units = _units(request, form)
     _refuse_pins_apart(request, form, units)
-    cluster = form.cluster(request.placed_on, request.is_training)
     groups = tuple(unit.layers for unit in units if len(unit.layers) > 1)
     changed = {
         "colocated": (*rules.colocated, *groups),
@@ -49,7 +49,6 @@ def expressible(request: PlacementRequest) -> PlacementRequest:
         update={
             "for_format": None,
             "constraints": rules.model_copy(update=changed),
-            "cluster": request.cluster if cluster is request.placed_on else cluster,
             "replicas": request.replicas if form.replicates else "never",
             "profile": _in_order(request.profile, form, units),
             "profiles": tuple(_in_order(each, form, units) for each in request.profiles),

@@ -7,19 +7,24 @@ import shlex
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
 from placer.errors import InputError, PlacementError
-from placer.exports.block_counts import BlockCounts, around_blocks, known_blocks
+from placer.exports.block_counts import (
+    BlockCounts,
+    around_blocks,
+    known_blocks,
+    units_with_ends,
+)
 from placer.exports.plan import Plan
 from placer.exports.units import Unit
-from placer.schema.cluster import Cluster
+from placer.schema.base import in_order
+from placer.schema.request import PlacementRequest
 from placer.utils.units import count_text
 
-OUTPUT = "output layer"
-"""Name of the unit after the last block."""
+EMBEDDING, OUTPUT = "embedding", "output layer"
+"""Names of the units around the blocks."""
 OPTIONS = {
     "layers": ("-ngl", "--gpu-layers", "--n-gpu-layers", "LLAMA_ARG_N_GPU_LAYERS"),
     "split": ("-ts", "--tensor-split", "LLAMA_ARG_TENSOR_SPLIT"),
@@ -50,30 +55,48 @@ class LlamaCpp(BlockCounts):
     trains = False
     copies_shared = True
 
-    def cluster(self, cluster: Cluster, training: bool) -> Cluster:
-        """Return the cluster without links into the host, which has the first layers.
+    def restricted(self, request: PlacementRequest) -> PlacementRequest:
+        """Return the request with the embedding, or else the first layers, on the host.
 
-        Gradients would need such links, so a cluster for training keeps its links.
+        If the host is one of the devices, it has the embedding, and no value comes back to it. If
+        not, the embedding counts for the first GPU.
+
+        Raises:
+            InputError: the embedding is pinned to a GPU although the host is one of the devices.
         """
-        hosts = _hosts([device.name for device in cluster.devices])
-        if not hosts or training:
-            return cluster
-        links = tuple(link for link in cluster.links if link.target not in hosts)
-        return cluster.model_copy(update={"links": links})
+        names = [device.name for device in request.devices]
+        hosts = _hosts(names)
+        layers = [layer.name for layer in request.profile.layers]
+        before, _ = around_blocks(layers)
+        rules = request.constraints
+        if not hosts:
+            first = layers[: len(before) + 1]
+            rules = rules.model_copy(update={"colocated": (*rules.colocated, tuple(first))})
+            return request.model_copy(update={"constraints": rules}) if before else request
+        gpus = tuple(name for name in names if name not in hosts)
+        for layer in before:
+            if rules.pinned.get(layer) in gpus:
+                raise InputError(
+                    f"constraints.pinned pins {layer!r} to {rules.pinned[layer]!r}, and llama.cpp "
+                    f"keeps the embedding on the host; pin it to {hosts[0]!r}, or leave it out"
+                )
+        banned = {layer: (*rules.forbidden.get(layer, ()), *gpus) for layer in before}
+        rules = rules.model_copy(update={"forbidden": in_order({**rules.forbidden, **banned})})
+        changed: dict[str, object] = {"constraints": rules}
+        if not request.is_training:  # gradients would need these links
+            cluster = request.placed_on
+            links = tuple(link for link in cluster.links if link.target not in hosts)
+            changed["cluster"] = cluster.model_copy(update={"links": links})
+        return request.model_copy(update=changed)
 
     def units(self, layers: Sequence[str]) -> list[Unit]:
-        """Return the blocks, the first one with the embedding, and the output layer.
+        """Return the embedding, the blocks and the output layer.
 
         Raises:
             PlacementError: the model has no list of blocks, or several, or does not run the blocks
                 in the list's order.
         """
-        found = super().units(layers)
-        _, after = around_blocks(layers)
-        if not after:
-            return found
-        found[-1] = Unit(found[-1].keys, found[-1].layers[: -len(after)])
-        return [*found, Unit((OUTPUT,), tuple(after))]
+        return units_with_ends(super().units(layers), layers, EMBEDDING, OUTPUT)
 
     def text(self, plan: Plan) -> str:
         """Return both options.
@@ -114,7 +137,7 @@ class LlamaCpp(BlockCounts):
         if "device" in options:
             gpus = _named_gpus(options["device"], gpus)
         units = self.units(layers)
-        blocks = [unit for unit in units if unit.keys[0] != OUTPUT]
+        blocks = [unit for unit in units if unit.keys[0] not in (EMBEDDING, OUTPUT)]
         count = known_blocks(blocks)
         on_gpus = _gpu_layer_count(options.get("layers", "auto"), count + 1)
         split = _split_points(options.get("split"), gpus)
@@ -127,10 +150,10 @@ class LlamaCpp(BlockCounts):
         for layer in range(on_gpus):
             on.append(gpus[bisect_right(split, _float32(layer / on_gpus))])
         found = self.placed_blocks(blocks, on)
-        before, _ = around_blocks(layers)
-        found |= dict.fromkeys(before, hosts[0]) if hosts else {}
+        ends = {EMBEDDING: hosts[0] if hosts else on[0], OUTPUT: on[-1]}
         for unit in units:
-            found |= dict.fromkeys(unit.layers, on[-1]) if unit not in blocks else {}
+            if unit not in blocks:
+                found |= dict.fromkeys(unit.layers, ends[unit.keys[0]])
         return {layer: found[layer] for layer in layers}
 
     def _gpu_layers(self, plan: Plan) -> dict[str, int]:
@@ -140,12 +163,14 @@ class LlamaCpp(BlockCounts):
             PlacementError: the format cannot express the placement.
         """
         hosts = _hosts(list(plan.layer_devices.values()))
-        before, _ = around_blocks(list(plan.layer_devices))
-        if before and {plan.layer_devices[layer] for layer in before} <= set(hosts):
-            # the embedding is on the host, wherever the first block is
-            first_block = list(plan.layer_devices.values())[len(before)]
-            moved = {**plan.layer_devices, **dict.fromkeys(before, first_block)}
-            plan = replace(plan, layer_devices=moved)
+        units = self.units(list(plan.layer_devices))
+        if units[0].keys[0] == EMBEDDING:
+            embedding, first = (plan.layer_devices[unit.layers[0]] for unit in units[:2])
+            if embedding != first and embedding not in hosts:
+                raise PlacementError(
+                    f"{self.title} keep the embedding on the host, and this placement has it on "
+                    f"{embedding} and the first block on {first}: {self.advice}"
+                )
         segments = self.segments(plan)
         for segment in segments[1:]:
             if segment.device in hosts:
@@ -154,14 +179,15 @@ class LlamaCpp(BlockCounts):
                     f"{segment.units[0].layers[0]!r} on {segment.device} after layers on "
                     f"{segments[0].device}: {self.advice}"
                 )
-        sizes = self.sizes(plan, [u for s in segments for u in s.units if u.keys[0] != OUTPUT])
+        blocks = [unit for unit in units if unit.keys[0] not in (EMBEDDING, OUTPUT)]
+        sizes = self.sizes(plan, blocks)
+        for unit in units:
+            sizes.setdefault(unit, int(unit.keys[0] == OUTPUT))
         counts = {
-            segment.device: sum(sizes.get(unit, 1) for unit in segment.units)
-            for segment in segments
+            segment.device: sum(sizes[unit] for unit in segment.units) for segment in segments
         }
-        last = segments[-1]
-        if last.units[-1] in sizes:
-            counts[last.device] += 1  # the output layer, which computes nothing in this model
+        if units[-1].keys[0] != OUTPUT:  # llama.cpp has one, which computes nothing in this model
+            counts[segments[-1].device] += 1
         return {device: count for device, count in counts.items() if device not in hosts}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from placer.errors import InputError, PlacementError
-from placer.exports.block_counts import BlockCounts, around_blocks, known_blocks
+from placer.exports.block_counts import BlockCounts, known_blocks, units_with_ends
 from placer.exports.plan import Plan
 from placer.exports.units import Unit, block_path, modules_of
 from placer.utils.units import count_text
@@ -50,17 +50,15 @@ class Megatron(BlockCounts):
         """
         begin = next((i for i, layer in enumerate(layers) if _mtp_blocks(layer)), len(layers))
         end = max((i + 1 for i, layer in enumerate(layers) if _mtp_blocks(layer)), default=begin)
-        found = super().units(layers[:begin])
-        before, after = around_blocks(layers[:begin])
-        if before:
-            found[0] = Unit(found[0].keys, found[0].layers[len(before) :])
-            found.insert(0, Unit((EMBEDDING,), tuple(before)))
-        if begin < len(layers):  # Megatron-LM has the last norm on the stage of the last block
-            found.append(Unit((MTP,), tuple(layers[begin:end])))
-            after = layers[end:]
-        elif after:
-            found[-1] = Unit(found[-1].keys, found[-1].layers[: -len(after)])
-        return [*found, Unit((LOSS,), tuple(after))] if after else found
+        found = units_with_ends(super().units(layers[:begin]), layers[:begin], EMBEDDING, LOSS)
+        if begin == len(layers):
+            return found
+        if found[-1].keys == (LOSS,):
+            # Megatron-LM then has the last norm on the stage of the last block
+            norm = found.pop()
+            found[-1] = Unit(found[-1].keys, (*found[-1].layers, *norm.layers))
+        ends = (Unit((MTP,), tuple(layers[begin:end])), Unit((LOSS,), tuple(layers[end:])))
+        return [*found, *(unit for unit in ends if unit.layers)]
 
     def text(self, plan: Plan) -> str:
         """Return the layout; devices with several segments have virtual stages.

@@ -22,7 +22,7 @@ import placer
 from placer.errors import InputError, PlacementError
 from placer.exports.formats.llama_cpp import LlamaCpp
 from placer.exports.plan import Plan
-from placer.schema import Cluster, Device, Edge, Layer, Link, PlacementRequest, Profile
+from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 
 FORMAT = LlamaCpp()
 LAYERS = ["embed", "model.layers.0", "model.layers.1", "model.layers.2", "norm", "head"]
@@ -46,6 +46,17 @@ def documented(n_layer: int, n_gpu_layers: int, shares: list[float]) -> list[int
     ]
 
 
+@st.composite
+def plans(draw: st.DrawFn, devices: tuple[str, ...]) -> Plan:
+    """Return a placement with the embedding on the host, or on the GPU of the first block."""
+    plan = draw(segmented_plans(FORMAT, devices))
+    units = FORMAT.units(list(plan.layer_devices))
+    where = dict(plan.layer_devices)
+    if len(units) > 1 and where[units[0].layers[0]] != "cpu":
+        where |= dict.fromkeys(units[0].layers, where[units[1].layers[0]])
+    return replace(plan, layer_devices=where)
+
+
 def blocks_of(layers: list[str]) -> list[str]:
     return list(dict.fromkeys(layer[:14] for layer in layers if layer.startswith("model.layers")))
 
@@ -56,7 +67,7 @@ def blocks_of(layers: list[str]) -> list[str]:
 def test_llama_cpp_gives_each_device_the_layers_of_the_placement(
     devices: tuple[str, ...], data: st.DataObject
 ) -> None:
-    plan = data.draw(segmented_plans(FORMAT, devices))
+    plan = data.draw(plans(devices))
     if set(plan.layer_devices.values()) == {"cpu"}:  # then it stands for a GPU
         return
     words = FORMAT.export(plan).text.split()
@@ -76,8 +87,9 @@ def test_llama_cpp_gives_each_device_the_layers_of_the_placement(
 @examples(300)
 @given(data=st.data())
 def test_an_exported_placement_is_read_again(data: st.DataObject) -> None:
-    plan = data.draw(segmented_plans(FORMAT))
-    assert FORMAT.read(FORMAT.text(plan), list(plan.layer_devices), GPUS) == plan.layer_devices
+    plan = data.draw(plans(GPUS))
+    gpus = list(dict.fromkeys(plan.layer_devices.values()))
+    assert FORMAT.read(FORMAT.text(plan), list(plan.layer_devices), gpus) == plan.layer_devices
 
 
 @examples(300)
@@ -189,10 +201,15 @@ def test_a_faulty_value_is_named(text: str, fault: str) -> None:
         FORMAT.read(text, LAYERS, GPUS[:2])
 
 
-def host_profile() -> Profile:
-    """Return a model of which a GPU holds two of four layers, and the host is slow."""
-    names = [*LAYERS[1:4], "head"]
-    devices = ("cuda:0", "cpu")
+def test_the_embedding_on_another_gpu_than_the_first_block_is_refused() -> None:
+    plan = Plan(dict(zip(LAYERS, ["cuda:0"] + ["cuda:1"] * 5, strict=True)), {})
+    with pytest.raises(PlacementError, match="has it on cuda:0 and the first block on cuda:1"):
+        FORMAT.export(plan)
+
+
+def profile(*devices: str) -> Profile:
+    """Return a model of five layers, of which a GPU holds two, and the host is slow."""
+    names = [*LAYERS[:4], "head"]
     return Profile(
         layers=[
             Layer(name=name, forward_ms={"gpu": 1.0, "cpu": 10.0}, param_bytes=10) for name in names
@@ -200,24 +217,60 @@ def host_profile() -> Profile:
         edges=[Edge(source=a, targets=(b,), bytes=0) for a, b in itertools.pairwise(names)],
         cluster=Cluster(
             devices=[
-                Device(name=name, type=kind, memory_bytes=memory_bytes)
-                for name, kind, memory_bytes in zip(
-                    devices, ("gpu", "cpu"), (25, 1000), strict=True
-                )
+                Device(name=name, type="cpu", memory_bytes=1000)
+                if name == "cpu:0"
+                else Device(name=name, type="gpu", memory_bytes=25)
+                for name in devices
             ],
             links=[
                 Link(source=a, target=b, bandwidth_bytes_per_s=1e9)
-                for a, b in itertools.permutations(devices)
+                for a, b in itertools.permutations(devices, 2)
             ],
         ),
     )
 
 
 def test_the_host_has_the_first_layers_of_a_solved_placement() -> None:
-    request = PlacementRequest(profile=host_profile(), for_format="llama.cpp")
+    request = PlacementRequest(profile=profile("cuda:0", "cpu:0"), for_format="llama.cpp")
     placement = placer.solve(request)
-    assert list(placement.layer_devices.values()) == ["cpu", "cpu", "cuda:0", "cuda:0"]
-    assert placement.export("llama.cpp").text == "--n-gpu-layers 2 --tensor-split 2"
+    assert list(placement.layer_devices.values()) == ["cpu:0"] * 3 + ["cuda:0"] * 2
+    export = placement.export("llama.cpp")
+    assert export.text == "--n-gpu-layers 2 --tensor-split 2"
+    assert FORMAT.read(export.text, list(placement.layer_devices), ["cuda:0", "cpu:0"]) == (
+        placement.layer_devices
+    )
+
+
+def test_the_embedding_is_on_the_host_if_the_host_is_a_device() -> None:
+    """The GPUs have room for it, and are ten times faster."""
+    devices = ("cuda:0", "cuda:1", "cuda:2", "cpu:0")
+    request = PlacementRequest(profile=profile(*devices), for_format="llama.cpp")
+    placement = placer.solve(request)
+    assert placement.layer_devices["embed"] == "cpu:0"
+    assert "cpu:0" not in list(placement.layer_devices.values())[1:]
+
+
+def test_the_embedding_counts_for_the_first_gpu_without_the_host() -> None:
+    request = PlacementRequest(
+        profile=profile("cuda:0", "cuda:1", "cuda:2"), for_format="llama.cpp"
+    )
+    where = placer.solve(request).layer_devices
+    assert where["embed"] == where["model.layers.0"] != where["model.layers.1"]
+
+
+def test_an_embedding_pinned_to_a_gpu_is_refused_if_the_host_is_a_device() -> None:
+    request = PlacementRequest(
+        profile=profile("cuda:0", "cpu:0"),
+        for_format="llama.cpp",
+        constraints=Constraints(pinned={"embed": "cuda:0"}),
+    )
+    with pytest.raises(InputError, match=r"pins 'embed' to 'cuda:0', and llama\.cpp keeps"):
+        placer.solve(request)
+
+
+def test_a_map_as_llama_cpp_runs_it_is_judged_without_faults() -> None:
+    found = placer.evaluate(profile("cuda:0", "cpu:0"), "-ngl 2 -ts 1", "llama.cpp")
+    assert found.valid
 
 
 def test_replicas_are_refused() -> None:
