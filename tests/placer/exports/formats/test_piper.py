@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from block_plans import GPUS, block_layers
+from enumeration import Enumeration
 from hypothesis import given
 from hypothesis import strategies as st
-from small_requests import examples
+from small_requests import examples, small_requests
 
 import placer
 from placer.errors import InputError
@@ -133,6 +134,22 @@ def test_a_stage_need_not_be_a_segment_of_the_execution_order() -> None:
     assert "".join(placement.layer_devices.values()) == "xxyxyy"
     stages = json.loads(placement.export("piper").text)["stages"]
     assert [stage["nodes"] for stage in stages] == [[0, 1, 3], [2, 4, 5]]
+
+
+@examples(160)
+@given(request=small_requests(objectives=("throughput",)))
+def test_no_contiguous_placement_is_better(request: PlacementRequest) -> None:
+    rules = request.constraints.model_copy(update={"contiguous": None})
+    request = request.model_copy(update={"constraints": rules, "for_format": "piper"})
+    placement = placer.solve(request)
+    best = Enumeration(request, contiguous=True).best()
+    if best is None:
+        assert placement.status == "infeasible"
+        return
+    assert placement.objective_value == pytest.approx(best, rel=2e-6)
+    names = [layer.name for layer in request.profile.layers]
+    read = FORMAT.read(placement.export("piper").text, names, placement.stages)
+    assert read == placement.layer_devices
 
 
 def test_values_never_come_back_to_a_stage() -> None:
