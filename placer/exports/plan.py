@@ -22,6 +22,7 @@ class Plan:
             replicas.
         stages: the devices of ``layer_devices`` in pipeline order; empty: ordered by their first
             layer.
+        devices: all devices of the request, also without layers; empty: not known.
         recompute: the devices that repeat their forward passes.
         training: whether a training step was placed.
         batch_size: samples in a micro-batch.
@@ -34,6 +35,7 @@ class Plan:
     replicas: Mapping[str, Sequence[str]]
     samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
     stages: Sequence[str] = ()
+    devices: Sequence[str] = ()
     recompute: Sequence[str] = ()
     training: bool = False
     batch_size: int = 1

@@ -409,6 +409,7 @@ class Placement(Wire):
                 for device, replicas in self.replicas.items()
             },
             stages=self.stages,
+            devices=[load.device for load in self.devices],
             recompute=self.recompute,
             training=self.training,
             batch_size=self.batch_size,

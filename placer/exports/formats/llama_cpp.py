@@ -105,12 +105,14 @@ class LlamaCpp(BlockCounts):
             PlacementError: the format cannot express the placement.
         """
         counts = self._gpu_layers(plan)
-        split = ",".join(map(str, counts.values()))
-        return f"--n-gpu-layers {sum(counts.values())} --tensor-split {split}"
+        split = f" --tensor-split {','.join(map(str, counts.values()))}" if counts else ""
+        return f"--n-gpu-layers {sum(counts.values())}{split}"
 
     def notes(self, plan: Plan) -> list[str]:
         """Return the devices to name, and where the embedding is; see ``Format.notes``."""
         gpus = list(self._gpu_layers(plan))
+        if not gpus:
+            return super().notes(plan)
         if all(gpu.startswith("cuda:") for gpu in gpus):
             names = ",".join(gpu.replace("cuda:", "CUDA") for gpu in gpus)
             found = [f"Start llama.cpp with --device {names}."]
@@ -126,7 +128,7 @@ class LlamaCpp(BlockCounts):
                 selects and orders the GPUs. Options without a meaning for layers are ignored.
             layers: the names of all layers, in execution order.
             devices: the GPUs in llama.cpp's order and, if it keeps layers there, the host
-                (``cpu``). CPU stand-ins count as GPUs if no device is a GPU.
+                (``cpu:0``). CPU stand-ins count as GPUs if no device is a GPU.
 
         Raises:
             InputError: the text is not in this format, or does not fit the layers or devices.
@@ -140,7 +142,7 @@ class LlamaCpp(BlockCounts):
         blocks = [unit for unit in units if unit.keys[0] not in (EMBEDDING, OUTPUT)]
         count = known_blocks(blocks)
         on_gpus = _gpu_layer_count(options.get("layers", "auto"), count + 1)
-        split = _split_points(options.get("split"), gpus)
+        split = _split_points(options.get("split"), gpus) if on_gpus else []
         on = [*hosts[:1] * (count + 1 - on_gpus)]
         if len(on) < count + 1 - on_gpus:
             raise InputError(
@@ -162,7 +164,7 @@ class LlamaCpp(BlockCounts):
         Raises:
             PlacementError: the format cannot express the placement.
         """
-        hosts = _hosts(list(plan.layer_devices.values()))
+        hosts = _hosts(plan.devices or list(plan.layer_devices.values()))
         units = self.units(list(plan.layer_devices))
         if units[0].keys[0] == EMBEDDING:
             embedding, first = (plan.layer_devices[unit.layers[0]] for unit in units[:2])

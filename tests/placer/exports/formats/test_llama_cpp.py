@@ -135,6 +135,13 @@ def test_layers_on_the_host_are_not_on_gpus() -> None:
     assert FORMAT.read(FORMAT.text(plan), LAYERS, ["cuda:0", "cpu"]) == plan.layer_devices
 
 
+def test_a_placement_on_the_host_alone_has_no_layer_on_gpus() -> None:
+    devices = ["cuda:0", "cuda:1", "cpu:0"]
+    plan = Plan(dict.fromkeys(LAYERS, "cpu:0"), {}, devices=devices)
+    assert FORMAT.export(plan).text == "--n-gpu-layers 0"
+    assert FORMAT.read("--n-gpu-layers 0", LAYERS, devices) == plan.layer_devices
+
+
 def test_the_embedding_may_be_on_the_host_alone() -> None:
     plan = Plan(dict(zip(LAYERS, ["cpu"] + ["cuda:0"] * 5, strict=True)), {})
     assert FORMAT.text(plan) == "--n-gpu-layers 4 --tensor-split 4"
@@ -256,6 +263,15 @@ def test_the_embedding_counts_for_the_first_gpu_without_the_host() -> None:
     )
     where = placer.solve(request).layer_devices
     assert where["embed"] == where["model.layers.0"] != where["model.layers.1"]
+
+
+def test_a_placement_that_leaves_all_gpus_idle_keeps_all_layers_on_the_host() -> None:
+    request = PlacementRequest(
+        profile=profile("cuda:0", "cpu:0"),
+        for_format="llama.cpp",
+        constraints=Constraints(max_devices=1),
+    )
+    assert placer.solve(request).export("llama.cpp").text == "--n-gpu-layers 0"
 
 
 def test_an_embedding_pinned_to_a_gpu_is_refused_if_the_host_is_a_device() -> None:

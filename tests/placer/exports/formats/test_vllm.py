@@ -2,7 +2,7 @@
 
 The grammar was also compared with vLLM itself: ``get_pp_indices`` of vllm/distributed/utils.py at
 commit 5a6541db, called once outside this repository with 2,000 random exports, gave each rank the
-blocks that the placement has there, and it refused the faulty values below that it can see.
+blocks that the placement has there.
 """
 
 from __future__ import annotations
