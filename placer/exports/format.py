@@ -11,6 +11,7 @@ from placer.exports.plan import Plan, Segment, placed_units, segments
 from placer.exports.units import Unit
 from placer.schema.base import FormatName
 from placer.schema.export import Export
+from placer.schema.request import PlacementRequest
 
 
 class Format(ABC):
@@ -21,7 +22,10 @@ class Format(ABC):
         title: the engine and its setting, for messages.
         source: the documentation or source that defines the grammar, with the version read.
         in_segments: whether each device holds one segment of the execution order.
+        contiguous: whether values never come back to a device, which ``in_segments`` implies.
+        trains: whether the engine trains models or only serves them; None: it does both.
         replicates: whether the engine also runs equal copies of the pipeline.
+        states_replicas: whether the text says which devices are replicas.
         copies_shared: whether layers that share parameters may be on several devices.
     """
 
@@ -29,7 +33,10 @@ class Format(ABC):
     title: ClassVar[str]
     source: ClassVar[str]
     in_segments: ClassVar[bool] = True
+    contiguous: ClassVar[bool] = False
+    trains: ClassVar[bool | None] = None
     replicates: ClassVar[bool] = False
+    states_replicas: ClassVar[bool] = False
     copies_shared: ClassVar[bool] = False
 
     @abstractmethod
@@ -57,6 +64,8 @@ class Format(ABC):
     def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
         """Return the device of each layer that a text of this format states.
 
+        If the text states several equal pipelines, this is the first of them.
+
         Args:
             text: in the format, as ``text`` writes it or as users of the engine write it.
             layers: the names of all layers, in execution order.
@@ -68,13 +77,17 @@ class Format(ABC):
 
     def notes(self, plan: Plan) -> list[str]:
         """Return what the text cannot say, as sentences for the user of the engine."""
-        devices = list(dict.fromkeys(plan.layer_devices.values()))
+        ranks = plan.ranks
         found = []
-        if self.in_segments and devices != sorted(devices, key=_natural):
+        if self.trains is not None and self.trains != plan.training:
+            placed, used = ("training", "inference")[:: 1 if plan.training else -1]
             found.append(
-                f"The ranks of the engine, in order, are the devices {', '.join(devices)}."
+                f"This placement is for {placed}, and {self.title} is for {used}: solve again with "
+                f"training={self.trains}."
             )
-        if plan.pipelines > 1:
+        if (self.in_segments or self.contiguous) and ranks != sorted(ranks, key=_natural):
+            found.append(f"The ranks of the engine, in order, are the devices {', '.join(ranks)}.")
+        if plan.pipelines > 1 and not self.states_replicas:
             found.append(f"Run {plan.pipelines} equal copies of the pipeline, by data parallelism.")
         if plan.recompute:
             found.append(
@@ -110,7 +123,24 @@ class Format(ABC):
                 f"{', '.join(f'{len(each)} of {device}' for device, each in plan.replicas.items())}"
                 f": {self.advice}"
             )
+        if uneven := [device for device, each in plan.samples.items() if len(set(each)) > 1]:
+            raise PlacementError(
+                f"{self.title} gives all replicas equally many samples, and this placement gives "
+                f"the replicas of {uneven[0]} {', '.join(map(str, plan.samples[uneven[0]]))}: use "
+                "micro-batches that the number of replicas divides"
+            )
         return Export(format=self.name, text=self.text(plan), notes=tuple(self.notes(plan)))
+
+    def restricted(self, request: PlacementRequest) -> PlacementRequest:
+        """Return the request with rules of the engine that units and segments do not express.
+
+        Args:
+            request: for this format.
+
+        Raises:
+            InputError: the request demands what the format cannot express.
+        """
+        return request
 
     @property
     def advice(self) -> str:

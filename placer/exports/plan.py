@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from placer.errors import PlacementError
@@ -16,8 +16,13 @@ class Plan:
 
     Attributes:
         layer_devices: the device of each layer, in execution order.
-        replicas: for each device of ``layer_devices``, the devices that share its layers; empty
-            without replicas.
+        replicas: for each device of ``layer_devices``, the devices that share its layers, itself
+            first; empty without replicas.
+        samples: for each device of ``replicas``, the samples of a micro-batch on each of its
+            replicas.
+        stages: the devices of ``layer_devices`` in pipeline order; empty: ordered by their first
+            layer.
+        devices: all devices of the request, also without layers; empty: not known.
         recompute: the devices that repeat their forward passes.
         training: whether a training step was placed.
         batch_size: samples in a micro-batch.
@@ -28,6 +33,9 @@ class Plan:
 
     layer_devices: Mapping[str, str]
     replicas: Mapping[str, Sequence[str]]
+    samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    stages: Sequence[str] = ()
+    devices: Sequence[str] = ()
     recompute: Sequence[str] = ()
     training: bool = False
     batch_size: int = 1
@@ -39,6 +47,12 @@ class Plan:
     def pipelines(self) -> int:
         """Return the number of pipelines that share each batch; 1 without replicas."""
         return max(map(len, self.replicas.values()), default=1)
+
+    @property
+    def ranks(self) -> list[str]:
+        """Return all devices, stage by stage, with the replicas of a stage next to each other."""
+        stages = self.stages or dict.fromkeys(self.layer_devices.values())
+        return [each for device in stages for each in self.replicas.get(device, [device])]
 
 
 class Segment(NamedTuple):
@@ -73,7 +87,7 @@ def placed_units(plan: Plan, units: Sequence[Unit], title: str, advice: str) -> 
                 f"{layer!r} on {device}" for device, layer in list(first_on.items())[::-1][:3]
             )
             raise PlacementError(
-                f"{title} keeps {' and '.join(map(repr, unit.keys)) or 'the model'} on one device, "
+                f"{title} keeps {unit} on one device, "
                 f"and this placement does not ({parts}): {advice}"
             )
         found.append(next(iter(first_on)))

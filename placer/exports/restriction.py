@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from placer.errors import InputError
+from placer.errors import InputError, PlacementError
 from placer.exports.format import Format
 from placer.exports.formats import format_named
 from placer.exports.units import Unit
+from placer.schema.placement import Infeasibility
 from placer.schema.profile import Edge, Profile
 from placer.schema.request import PlacementRequest
 
@@ -29,17 +30,20 @@ def expressible(request: PlacementRequest) -> PlacementRequest:
     if request.for_format is None:
         return request
     form = format_named(request.for_format)
+    units = _units(request, form)
+    request = form.restricted(request)
     rules = request.constraints
-    if form.in_segments and rules.contiguous is False:
+    contiguous = form.in_segments or form.contiguous
+    if contiguous and rules.contiguous is False:
         raise InputError(
             f"constraints.contiguous is False, and {form.title} gives each device one contiguous "
             "segment; leave contiguous out, or for_format"
         )
-    units = form.units([layer.name for layer in request.profile.layers])
+    _refuse_pins_apart(request, form, units)
     groups = tuple(unit.layers for unit in units if len(unit.layers) > 1)
     changed = {
         "colocated": (*rules.colocated, *groups),
-        "contiguous": True if form.in_segments else rules.contiguous,
+        "contiguous": contiguous or rules.contiguous,
     }
     return request.model_copy(
         update={
@@ -50,6 +54,47 @@ def expressible(request: PlacementRequest) -> PlacementRequest:
             "profiles": tuple(_in_order(each, form, units) for each in request.profiles),
         }
     )
+
+
+def restricted_reason(request: PlacementRequest, reason: Infeasibility) -> Infeasibility:
+    """Return the reason against a request with what its format requires in addition.
+
+    Args:
+        request: with the format.
+        reason: why no placement answers ``expressible(request)``.
+    """
+    assert request.for_format is not None  # the caller restricted it
+    form = format_named(request.for_format)
+    also = (
+        f"for_format={request.for_format!r} also requires that the layers of each block share a "
+        f"device{', and that each device has one segment of the model' * form.in_segments}"
+    )
+    return reason.model_copy(update={"reason": f"{reason.reason}; {also}"})
+
+
+def _units(request: PlacementRequest, form: Format) -> list[Unit]:
+    """Return the units of the request's layers, with errors in terms of the request."""
+    try:
+        return form.units([layer.name for layer in request.profile.layers])
+    except PlacementError as error:
+        raise InputError(f"for_format is {form.name!r}: {error}") from error
+
+
+def _refuse_pins_apart(request: PlacementRequest, form: Format, units: Sequence[Unit]) -> None:
+    """Raise an InputError if layers of a unit are pinned to several devices."""
+    pinned = request.constraints.pinned
+    for unit in units if pinned else ():
+        # one entry per device: two entries are two different pins in one unit
+        ends = {pinned[layer]: layer for layer in unit.layers if layer in pinned}
+        if len(ends) > 1:
+            pins = " and ".join(
+                f"{layer!r} to {device!r}" for device, layer in list(ends.items())[:2]
+            )
+            raise InputError(
+                f"constraints.pinned pins {pins}, and {form.title} keeps "
+                f"{unit} on one device; pin them alike, or leave out one "
+                "of the pins, or for_format"
+            )
 
 
 def _in_order(profile: Profile, form: Format, units: Sequence[Unit]) -> Profile:

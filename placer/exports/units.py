@@ -24,6 +24,10 @@ class Unit:
     keys: tuple[str, ...]
     layers: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Return the names of its parts, for messages."""
+        return " and ".join(map(repr, self.keys)) or "the model"
+
 
 def modules_of(layer: str) -> list[str]:
     """Return the module paths that a layer's name contains; ``""`` for the model itself.

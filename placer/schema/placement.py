@@ -432,6 +432,12 @@ class Placement(Wire):
                 device: [replica.device for replica in replicas]
                 for device, replicas in self.replicas.items()
             },
+            samples={
+                device: [replica.samples for replica in replicas]
+                for device, replicas in self.replicas.items()
+            },
+            stages=self.stages,
+            devices=[load.device for load in self.devices],
             recompute=self.recompute,
             training=self.training,
             batch_size=self.batch_size,

@@ -27,7 +27,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from placer.errors import InputError, kind_of
-from placer.exports.restriction import expressible
+from placer.exports.restriction import expressible, restricted_reason
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
 from placer.solver import answer, ties
 from placer.solver.bounds import simple_bounds
@@ -119,12 +119,29 @@ def solve(
         raise InputError(
             f"solve was given {kind_of(request)}; give a placer.PlacementRequest(profile=profile)"
         )
+    placement = _answer(request, progress, stop, began)
+    if request.explain and placement.layer_devices:
+        left_s = request.time_limit_s - (monotonic() - began)
+        found = limits.limits_of(request, placement, partial(solve, stop=stop), left_s)
+        placement = placement.model_copy(update={"limits": found})
+    check(request, placement)
+    return placement
+
+
+def _answer(
+    request: PlacementRequest,
+    progress: Progress | None,
+    stop: threading.Event | None,
+    began: float,
+) -> Placement:
+    """Return the placement without its limits; it is not yet checked."""
     asked = expressible(request)
     if asked is not request:
-        placement = solve(asked, progress=progress, stop=stop)
-        placement = placement.model_copy(update={"id": request.content_hash()})
-        check(request, placement)
-        return placement
+        placement = _answer(asked, progress, stop, began)
+        changed: dict[str, object] = {"id": request.content_hash()}
+        if placement.infeasible is not None:
+            changed["infeasible"] = restricted_reason(request, placement.infeasible)
+        return placement.model_copy(update=changed)
     meter = Meter(request.work_limit or inf)
     if may_replicate(request):
         placement = _replica_search(request, progress, stop, meter).answer()
@@ -137,11 +154,6 @@ def solve(
     if placement.infeasible is not None:
         why = _conflict(request, placement.infeasible, stop, meter, began)
         placement = placement.model_copy(update={"infeasible": why})
-    if request.explain and placement.layer_devices:
-        left_s = request.time_limit_s - (monotonic() - began)
-        found = limits.limits_of(request, placement, partial(solve, stop=stop), left_s)
-        placement = placement.model_copy(update={"limits": found})
-    check(request, placement)
     return placement
 
 

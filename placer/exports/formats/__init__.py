@@ -8,7 +8,11 @@ from placer.errors import InputError, kind_of
 from placer.exports.format import Format
 from placer.exports.formats.accelerate import Accelerate
 from placer.exports.formats.deepspeed import DeepSpeed
+from placer.exports.formats.llama_cpp import LlamaCpp
+from placer.exports.formats.megatron import Megatron
+from placer.exports.formats.pipedream import PipeDream
 from placer.exports.formats.pipelining import Pipelining
+from placer.exports.formats.piper import Piper
 from placer.exports.formats.torchgpipe import TorchGPipe
 from placer.exports.formats.torchtitan import TorchTitan
 from placer.exports.formats.vllm import VLLM
@@ -19,7 +23,11 @@ FORMATS: dict[str, Format] = {
     for form in (
         Accelerate(),
         DeepSpeed(),
+        LlamaCpp(),
+        Megatron(),
+        PipeDream(),
         Pipelining(),
+        Piper(),
         TorchGPipe(),
         TorchTitan(),
         VLLM(),
@@ -41,7 +49,7 @@ def format_named(name: Any) -> Format:
     found = FORMATS.get(name)
     if found is None:
         raise InputError(
-            f"there is no format {name!r}{nearest(name, list(FORMATS))}; give one of "
-            f"{', '.join(FORMATS)}"
+            f"there is no format {name!r}; give one of {', '.join(FORMATS)}"
+            f"{nearest(name, list(FORMATS))}"
         )
     return found

@@ -22,6 +22,7 @@ class DeepSpeed(ChildCounts):
     name = "deepspeed"
     title = "parts of DeepSpeed's PipelineModule"
     source = "DeepSpeed 0.19.8, deepspeed/runtime/pipe/module.py, PipelineModule._partition_layers"
+    trains = True
     replicates = True
     copies_shared = True
 

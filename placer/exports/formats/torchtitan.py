@@ -39,6 +39,7 @@ class TorchTitan(Format):
     name = "torchtitan"
     title = "module_fqns_per_model_part of torchtitan"
     source = "torchtitan 0.3.0, torchtitan/distributed/pipeline_parallel.py, _split_module"
+    trains = True
     replicates = True
     copies_shared = True
 

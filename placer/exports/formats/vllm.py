@@ -10,11 +10,17 @@ from placer.exports.plan import Plan
 
 
 class VLLM(BlockCounts):
-    """The environment variable ``VLLM_PP_LAYER_PARTITION``: ``8,9,9,6``."""
+    """The environment variable ``VLLM_PP_LAYER_PARTITION``: ``8,9,9,6``.
+
+    The first rank also has the embedding, and the last rank the norm and the output layer. If these
+    share parameters, the last rank has a copy.
+    """
 
     name = "vllm"
     title = "VLLM_PP_LAYER_PARTITION of vLLM"
-    source = "vllm/distributed/utils.py, get_pp_indices"
+    source = "vllm/distributed/utils.py, get_pp_indices, at commit 5a6541db"
+    trains = False
+    copies_shared = True
 
     def text(self, plan: Plan) -> str:
         """Return the numbers of blocks, separated by commas; see ``Format.text``."""
@@ -26,14 +32,24 @@ class VLLM(BlockCounts):
         return [f"Start vLLM with --pipeline-parallel-size {stages}.", *super().notes(plan)]
 
     def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
-        """Return the device of each layer; see ``Format.read``."""
+        """Return the device of each layer; see ``Format.read``.
+
+        Args:
+            text: the value, or ``VLLM_PP_LAYER_PARTITION=`` and the value.
+            layers: the names of all layers, in execution order.
+            devices: the names of the devices; rank i is on device i.
+
+        Raises:
+            InputError: the text is not in this format, or does not fit the layers or devices.
+        """
+        value = text.strip().removeprefix("VLLM_PP_LAYER_PARTITION=").strip("\"'")
         try:
-            counts = [int(count) for count in text.strip().split(",")]
+            counts = [int(count) for count in value.split(",")]
         except ValueError:
             counts = [-1]
         if min(counts) < 0:
             raise InputError(
-                f"VLLM_PP_LAYER_PARTITION is {text.strip()!r:.80}; give the blocks of each rank, "
-                "such as 8,9,9,6"
+                f"VLLM_PP_LAYER_PARTITION is {value!r:.80}; give the blocks of each rank, such as "
+                "8,9,9,6"
             )
         return self.placed(counts, layers, devices)

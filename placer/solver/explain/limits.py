@@ -196,7 +196,12 @@ def _of_rules(
         yield "without pins", _ruled(request, pinned={})
     if rules.forbidden:
         yield "without forbidden devices", _ruled(request, forbidden={})
-    if placement.contiguous and _may_be_free(request):
+    if request.for_format is not None:
+        yield (
+            f"placements that {request.for_format} cannot express",
+            request.model_copy(update={"for_format": None}),
+        )
+    elif placement.contiguous and _may_be_free(request):
         yield "stages that need not be contiguous", _ruled(request, contiguous=False)
     if request.bottleneck_ms is not None:
         longer_ms = request.bottleneck_ms * LONGER
