@@ -1,0 +1,105 @@
+"""Memory of a graph's layers, from runs on fake tensors.
+
+    layer ──▶ fake state and reads ──▶ the trial of ``placer.profiler`` ──▶ LayerMemory
+
+A fake tensor has a shape, a dtype and a storage with a size, but no data. Runs on fake tensors
+therefore create and free the same storages as real runs, without memory and without devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from placer import devices
+from placer.capture import autocast
+from placer.capture.layers import LayerGraph, tensor_bytes
+from placer.errors import ProfilingError
+from placer.profiler.cache.layer_cache import Remembered
+from placer.profiler.measurement import Measurement
+from placer.profiler.memory import measure_memory
+from placer.profiler.timing import LayerTime
+from placer.profiler.trial import Trial
+
+# The fake tensors' device. Every build of torch can run autograd on it.
+_PLACE = torch.device("cpu", 0)
+
+
+def estimate_layers(graph: LayerGraph, inputs: Sequence[Any], training: bool) -> list[Measurement]:
+    """Estimate the memory of every layer of a graph; layers with equal signatures once.
+
+    Args:
+        graph: the layers.
+        inputs: the model's inputs, in the order of ``graph.inputs``; only shapes and dtypes count.
+        training: whether backward passes are estimated.
+
+    Returns:
+        One measurement for each layer, in order, with times of 0.
+
+    Raises:
+        ProfilingError: if a layer cannot run on fake tensors; the message names it.
+    """
+    known = Remembered()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values = dict(zip(graph.inputs, map(_fake_input, inputs), strict=True))
+        for layer in graph.layers:
+            try:
+                state = [_fake_state(graph.state[name]) for name in layer.state]
+                reads = [values[name] for name in layer.reads]
+                versions = [read._version if isinstance(read, Tensor) else 0 for read in reads]
+                with torch.no_grad():
+                    writes = tuple(layer.function(_PLACE, state, reads))
+                mutated = [
+                    index
+                    for index, read in enumerate(reads)
+                    if isinstance(read, Tensor) and read._version != versions[index]
+                ]
+                if known.get(layer) is None:
+                    trial = Trial(layer, _PLACE, state, reads, graph.values, training, mutated)
+                    known.put(layer, _estimated(trial, training))
+            except Exception as error:
+                raise ProfilingError(
+                    f"layer {layer.name!r} cannot run on fake tensors: {type(error).__name__}: "
+                    f"{(str(error).splitlines() or [''])[0]}"
+                ) from error
+            values.update(zip(layer.writes, writes, strict=True))
+    return [found for layer in graph.layers if (found := known.get(layer)) is not None]
+
+
+def _estimated(trial: Trial, training: bool) -> Measurement:
+    with autocast.uncached(trial.device):
+        trial.forward()
+        if training:
+            trial.backward()
+        write_bytes = tuple(
+            tensor_bytes(write) if isinstance(write, Tensor) else 0 for write in trial.writes
+        )
+        memory = measure_memory(trial, training)
+    return Measurement(LayerTime(0.0, 0.0, 0.0), memory, write_bytes)
+
+
+def in_segments(rows: Sequence[Measurement]) -> list[Measurement]:
+    """Return the measurements for a device whose allocator reserves memory in segments."""
+    return [replace(row, memory=replace(row.memory, in_segments=True)) for row in rows]
+
+
+def _fake_state(tensor: Tensor) -> Tensor:
+    """Return a fake copy of a parameter or buffer."""
+
+    def made(part: Tensor) -> Tensor:
+        copied = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=_PLACE)
+        return nn.Parameter(copied, False) if isinstance(part, nn.Parameter) else copied
+
+    return devices.rebuilt(tensor, made).requires_grad_(tensor.requires_grad)
+
+
+def _fake_input(value: Any) -> Any:
+    """Return a fake copy of a model input; values that are not tensors are returned unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_PLACE)
