@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from placer import devices
 from placer.capture import autocast
-from placer.capture.layers import LayerGraph, tensor_bytes
+from placer.capture.layers import Layer, LayerGraph, tensor_bytes
 from placer.errors import ProfilingError
 from placer.profiler.cache.layer_cache import Remembered
 from placer.profiler.measurement import Measurement
@@ -45,30 +45,38 @@ def estimate_layers(graph: LayerGraph, inputs: Sequence[Any], training: bool) ->
         ProfilingError: if a layer cannot run on fake tensors; the message names it.
     """
     known = Remembered()
+    # Layers of equal signatures write tensors of equal metadata, so only the first of them runs.
+    written: dict[str, tuple[Any, ...]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        values = dict(zip(graph.inputs, map(_fake_input, inputs), strict=True))
+        values = dict(zip(graph.inputs, map(_fake_like, inputs), strict=True))
         for layer in graph.layers:
-            try:
-                state = [_fake_state(graph.state[name]) for name in layer.state]
-                reads = [values[name] for name in layer.reads]
-                versions = [read._version if isinstance(read, Tensor) else 0 for read in reads]
-                with torch.no_grad():
-                    writes = tuple(layer.function(_PLACE, state, reads))
-                mutated = [
-                    index
-                    for index, read in enumerate(reads)
-                    if isinstance(read, Tensor) and read._version != versions[index]
-                ]
-                if known.get(layer) is None:
-                    trial = Trial(layer, _PLACE, state, reads, graph.values, training, mutated)
+            reads = [values[name] for name in layer.reads]
+            if layer.signature not in written:
+                try:
+                    trial = _trial(layer, graph, reads, training)
                     known.put(layer, _estimated(trial, training))
-            except Exception as error:
-                raise ProfilingError(
-                    f"layer {layer.name!r} cannot run on fake tensors: {type(error).__name__}: "
-                    f"{(str(error).splitlines() or [''])[0]}"
-                ) from error
-            values.update(zip(layer.writes, writes, strict=True))
+                except Exception as error:
+                    raise ProfilingError(
+                        f"layer {layer.name!r} cannot run on fake tensors: "
+                        f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                    ) from error
+                written[layer.signature] = tuple(map(_fake_like, trial.writes))
+            values.update(zip(layer.writes, written[layer.signature], strict=True))
     return [found for layer in graph.layers if (found := known.get(layer)) is not None]
+
+
+def _trial(layer: Layer, graph: LayerGraph, reads: Sequence[Any], training: bool) -> Trial:
+    """Return a layer with fake state and reads, ready to run."""
+    state = [_fake_state(graph.state[name]) for name in layer.state]
+    versions = [read._version if isinstance(read, Tensor) else 0 for read in reads]
+    with torch.no_grad():
+        layer.function(_PLACE, state, reads)
+    mutated = [
+        index
+        for index, read in enumerate(reads)
+        if isinstance(read, Tensor) and read._version != versions[index]
+    ]
+    return Trial(layer, _PLACE, state, reads, graph.values, training, mutated)
 
 
 def _estimated(trial: Trial, training: bool) -> Measurement:
@@ -98,8 +106,8 @@ def _fake_state(tensor: Tensor) -> Tensor:
     return devices.rebuilt(tensor, made).requires_grad_(tensor.requires_grad)
 
 
-def _fake_input(value: Any) -> Any:
-    """Return a fake copy of a model input; values that are not tensors are returned unchanged."""
+def _fake_like(value: Any) -> Any:
+    """Return a fake tensor of equal metadata; values that are not tensors are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_PLACE)
