@@ -9,6 +9,7 @@ therefore create and free the same storages as real runs, without memory and wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from placer import devices
 from placer.capture import autocast
 from placer.capture.layers import Layer, LayerGraph, tensor_bytes
+from placer.devices.allocator.storage_watch import StorageLog
 from placer.errors import ProfilingError
+from placer.estimator.cuda_log import CudaLog
+from placer.estimator.cuda_operations import CudaOperations
 from placer.profiler.cache.layer_cache import Remembered
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import measure_memory
@@ -30,13 +34,16 @@ from placer.profiler.trial import Trial
 _PLACE = torch.device("cpu", 0)
 
 
-def estimate_layers(graph: LayerGraph, inputs: Sequence[Any], training: bool) -> list[Measurement]:
+def estimate_layers(
+    graph: LayerGraph, inputs: Sequence[Any], training: bool, on_gpu: bool
+) -> list[Measurement]:
     """Estimate the memory of every layer of a graph; layers with equal signatures once.
 
     Args:
         graph: the layers.
         inputs: the model's inputs, in the order of ``graph.inputs``; only shapes and dtypes count.
         training: whether backward passes are estimated.
+        on_gpu: whether kernels, workspaces and the allocator are CUDA's.
 
     Returns:
         One measurement for each layer, in order, with times of 0.
@@ -47,13 +54,13 @@ def estimate_layers(graph: LayerGraph, inputs: Sequence[Any], training: bool) ->
     known = Remembered()
     # Layers of equal signatures write tensors of equal metadata, so only the first of them runs.
     written: dict[str, tuple[Any, ...]] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _operations(on_gpu):
         values = dict(zip(graph.inputs, map(_fake_like, inputs), strict=True))
         for layer in graph.layers:
             reads = [values[name] for name in layer.reads]
             if layer.signature not in written:
                 try:
-                    trial = _trial(layer, graph, reads, training)
+                    trial = _trial(layer, graph, reads, training, on_gpu)
                     known.put(layer, _estimated(trial, training))
                 except Exception as error:
                     raise ProfilingError(
@@ -65,7 +72,20 @@ def estimate_layers(graph: LayerGraph, inputs: Sequence[Any], training: bool) ->
     return [found for layer in graph.layers if (found := known.get(layer)) is not None]
 
 
-def _trial(layer: Layer, graph: LayerGraph, reads: Sequence[Any], training: bool) -> Trial:
+def _operations(on_gpu: bool) -> AbstractContextManager[Any]:
+    return CudaOperations() if on_gpu else nullcontext()
+
+
+class _CudaTrial(Trial):
+    """A trial on fake tensors whose memory is counted as on CUDA."""
+
+    def log(self) -> StorageLog:
+        return CudaLog(self.device, self.state, self.reads)
+
+
+def _trial(
+    layer: Layer, graph: LayerGraph, reads: Sequence[Any], training: bool, on_gpu: bool
+) -> Trial:
     """Return a layer with fake state and reads, ready to run."""
     state = [_fake_state(graph.state[name]) for name in layer.state]
     versions = [read._version if isinstance(read, Tensor) else 0 for read in reads]
@@ -76,24 +96,19 @@ def _trial(layer: Layer, graph: LayerGraph, reads: Sequence[Any], training: bool
         for index, read in enumerate(reads)
         if isinstance(read, Tensor) and read._version != versions[index]
     ]
-    return Trial(layer, _PLACE, state, reads, graph.values, training, mutated)
+    kind = _CudaTrial if on_gpu else Trial
+    return kind(layer, _PLACE, state, reads, graph.values, training, mutated)
 
 
 def _estimated(trial: Trial, training: bool) -> Measurement:
     with autocast.uncached(trial.device):
-        trial.forward()
-        if training:
-            trial.backward()
+        memory = measure_memory(trial, training)
         write_bytes = tuple(
             tensor_bytes(write) if isinstance(write, Tensor) else 0 for write in trial.writes
         )
-        memory = measure_memory(trial, training)
+    # CUDA's allocator reserves memory in segments
+    memory = replace(memory, in_segments=training and isinstance(trial, _CudaTrial))
     return Measurement(LayerTime(0.0, 0.0, 0.0), memory, write_bytes)
-
-
-def in_segments(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Return the measurements for a device whose allocator reserves memory in segments."""
-    return [replace(row, memory=replace(row.memory, in_segments=True)) for row in rows]
 
 
 def _fake_state(tensor: Tensor) -> Tensor:
@@ -107,7 +122,7 @@ def _fake_state(tensor: Tensor) -> Tensor:
 
 
 def _fake_like(value: Any) -> Any:
-    """Return a fake tensor of equal metadata; values that are not tensors are returned unchanged."""
+    """Return a fake tensor of equal metadata, or the value itself if it is not a tensor."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_PLACE)

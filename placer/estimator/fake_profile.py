@@ -14,7 +14,7 @@ from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
 from placer.capture.layers import LayerGraph
 from placer.devices import CPU, unobserved
-from placer.estimator.fake_layers import estimate_layers, in_segments
+from placer.estimator.fake_layers import estimate_layers
 from placer.optimizers import OptimizerLike, OptimizerState
 from placer.profiler import profile_inputs
 from placer.profiler.profile import capture_each
@@ -94,9 +94,11 @@ def _profile(
     training: bool,
     optimizer: OptimizerLike,
 ) -> schema.Profile:
-    rows = estimate_layers(graph, inputs, training)
-    kinds = dict.fromkeys(device.type for device in cluster.devices)
-    measured = {kind: rows if kind.startswith(CPU) else in_segments(rows) for kind in kinds}
+    on_gpu = {device.type: not device.type.startswith(CPU) for device in cluster.devices}
+    rows = {
+        is_gpu: estimate_layers(graph, inputs, training, is_gpu) for is_gpu in {*on_gpu.values()}
+    }
+    measured = {kind: rows[is_gpu] for kind, is_gpu in on_gpu.items()}
     return write(
         graph, measured, training, OptimizerState(optimizer if training else None), cluster
     )
