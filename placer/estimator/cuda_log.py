@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class CudaLog(StorageLog):
+class CudaLog(StorageLog):  # type: ignore[no-untyped-call]
     """A storage log that adds the workspaces of convolutions."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

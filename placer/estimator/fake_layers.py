@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from placer.errors import ProfilingError
 from placer.estimator.cuda_log import CudaLog
 from placer.estimator.cuda_operations import CudaOperations
 from placer.profiler.cache.layer_cache import Remembered
+from placer.profiler.loss_measurement import Loss
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import measure_memory
 from placer.profiler.timing import LayerTime
@@ -70,6 +72,25 @@ def estimate_layers(
                 written[layer.signature] = tuple(map(_fake_like, trial.writes))
             values.update(zip(layer.writes, written[layer.signature], strict=True))
     return [found for layer in graph.layers if (found := known.get(layer)) is not None]
+
+
+def estimate_loss(
+    loss: Loss, graph: LayerGraph, rows: Sequence[Measurement], on_gpu: bool
+) -> Measurement:
+    """Estimate the memory of a loss function, see ``Loss.measure``.
+
+    Args:
+        loss: the loss and its target.
+        graph: the layers, whose results the loss reads.
+        rows: the measurements of the layers.
+        on_gpu: as for ``estimate_layers``.
+
+    Raises:
+        InputError: if it fails on such results and this target.
+    """
+    kind = _CudaTrial if on_gpu else Trial
+    with FakeTensorMode(allow_non_fake_inputs=True), _operations(on_gpu):
+        return loss.run(graph, rows, _PLACE, partial(_estimated, training=True), on_gpu, kind)
 
 
 def _operations(on_gpu: bool) -> AbstractContextManager[Any]:

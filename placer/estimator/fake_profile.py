@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from placer import schema
 from placer.capture.argument_checks import require_flags, require_module
@@ -14,10 +16,11 @@ from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
 from placer.capture.layers import LayerGraph
 from placer.devices import CPU, unobserved
-from placer.estimator.fake_layers import estimate_layers
+from placer.estimator.fake_layers import estimate_layers, estimate_loss
 from placer.optimizers import OptimizerLike, OptimizerState
 from placer.profiler import profile_inputs
-from placer.profiler.profile import capture_each
+from placer.profiler.loss_measurement import Loss, given_loss, with_loss
+from placer.profiler.profile import capture_each, refuse_absent_results
 from placer.profiler.profile_writer import write
 from placer.profiler.remote.replay import meta_inputs, rebuild
 from placer.schema.graph import Graph
@@ -58,13 +61,16 @@ def estimated_profile(
     batch_options = how.batch_options or DEFAULT_OPTIONS
     args, kwargs = profile_inputs.split(example_inputs)
     with unobserved(), torch.inference_mode(False), profile_inputs.mode(model, training):
-        tensors, structure, _ = profile_inputs.trackable(
+        tensors, structure, layout = profile_inputs.trackable(
             args, kwargs, batch_options, Parameters.from_module(model)
         )
+        loss = given_loss(how.loss_fn, how.target, training, layout.size, batch_options)
+        tensors = _near(model, tensors)
         (graph,) = capture_each(
             model, [structure.unflatten(tensors)], how.granularity, options=batch_options
         )
-        profile = _profile(graph, tensors, cluster, training, how.optimizer)
+        refuse_absent_results(batch_options, graph)
+        profile = _profile(graph, tensors, cluster, training, how.optimizer, loss)
     return profile.model_copy(update={"batch_options": batch_options})
 
 
@@ -93,12 +99,32 @@ def _profile(
     cluster: schema.Cluster,
     training: bool,
     optimizer: OptimizerLike,
+    loss: Loss | None = None,
 ) -> schema.Profile:
     on_gpu = {device.type: not device.type.startswith(CPU) for device in cluster.devices}
     rows = {
         is_gpu: estimate_layers(graph, inputs, training, is_gpu) for is_gpu in {*on_gpu.values()}
     }
     measured = {kind: rows[is_gpu] for kind, is_gpu in on_gpu.items()}
-    return write(
+    profile = write(
         graph, measured, training, OptimizerState(optimizer if training else None), cluster
     )
+    if loss is None:
+        return profile
+    losses = {is_gpu: estimate_loss(loss, graph, rows[is_gpu], is_gpu) for is_gpu in rows}
+    return with_loss(profile, graph, loss, {kind: losses[on_gpu[kind]] for kind in on_gpu})
+
+
+def _near(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
+    """Return inputs that capture accepts together with the model's parameters.
+
+    A tensor without data becomes one on ``meta`` or, for a model with weights, zeros beside them.
+    """
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    place = torch.device("cpu") if first is None else first.device
+    return [
+        torch.zeros(item.shape, dtype=item.dtype, device=place)
+        if isinstance(item, Tensor) and (item.is_meta or isinstance(item, FakeTensor))
+        else item
+        for item in inputs
+    ]
