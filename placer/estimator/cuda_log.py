@@ -4,9 +4,18 @@
                  │           │      Tensors of another layout are copied first, and the result
     input, result┴───────────┴──    is copied back.
 
-Source: NVIDIA, "Convolutional Layers User's Guide" and "cuDNN Developer Guide", "Tensor Core
-Operations": kernels for NCHW transpose their operands to NHWC in the workspace. Which convolutions
-of float32 do so is known from the recorded peaks of ``benchmarks/results/profiler-1xH200.json``.
+Flash attention sums the query's gradient in float32. With fewer key heads than query heads, it
+makes the gradients of keys and values for each query head first.
+
+What cuDNN's other algorithms take is not known without a GPU and is left out, and so are cuBLAS's
+workspaces, which are part of a device's reserve. While a mode is active, autograd adds further
+gradients of a value out of place. So the backward workspace of a layer that reads a value several
+times counts one gradient more than CUDA takes.
+
+Source: NVIDIA, "Convolutional Layers User's Guide", "Tensor Layouts In Memory": kernels for NCHW
+transpose their operands to NHWC. Which convolutions of float32 do so is known from the peaks in
+``benchmarks/results/profiler-1xH200.json``. PyTorch, ``mha_bwd`` in
+aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 """
 
 from __future__ import annotations
@@ -21,10 +30,13 @@ from placer.devices.allocator.storage_watch import StorageLog
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_FLOAT_BYTES = 4
+# Flash attention computes on blocks of this many queries and this part of a head.
+_QUERIES, _HEAD_PART = 128, 32
 
 
 class CudaLog(StorageLog):  # type: ignore[no-untyped-call]
-    """A storage log that adds the workspaces of convolutions."""
+    """A storage log that adds the workspaces of convolutions and of flash attention."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -32,6 +44,8 @@ class CudaLog(StorageLog):  # type: ignore[no-untyped-call]
             self._pass(_forward_bytes(result, *args))
         elif func is _aten.convolution_backward.default:
             self._pass(_backward_bytes(result, *args))
+        elif func is _aten._scaled_dot_product_flash_attention_backward.default:
+            self._pass(_flash_backward_bytes(*args))
         return result
 
     def _pass(self, size_bytes: int) -> None:
@@ -75,3 +89,16 @@ def _copies_bytes(x: Tensor, weight: Tensor, groups: int, operands: tuple[Any, .
     if x.dtype == torch.float32 and all(size == 1 for size in weight.shape[2:]):
         return 0  # a product of matrices, which needs no other layout
     return sum(operand.nbytes for operand in tree_leaves(operands))
+
+
+def _flash_backward_bytes(gradient: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
+    """Return the float32 sums of the query's gradient, and expanded gradients of key and value."""
+    batch, heads, length, size = query.shape
+    rows = batch * heads * _rounded(length, _QUERIES)
+    sums_bytes = rows * (_rounded(size, _HEAD_PART) + 1) * _FLOAT_BYTES
+    expanded_bytes = 0 if key.shape[1] == heads else 2 * key.nbytes // key.shape[1] * heads
+    return sums_bytes + expanded_bytes
+
+
+def _rounded(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

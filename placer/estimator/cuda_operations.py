@@ -38,7 +38,10 @@ _UNIT_BYTES = 16
 
 
 class CudaOperations(TorchFunctionMode):
-    """A mode that runs operations as CUDA would select them, on GPUs since Ampere."""
+    """A mode that runs operations as CUDA would select them, on GPUs since Ampere.
+
+    Arguments of replacements have torch's names, because captured graphs pass some by keyword.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,11 +90,17 @@ def attention_backend(
     return MATH
 
 
-def _dropout(x: Tensor, p: float, train: bool = True) -> Tensor | None:
-    if not train or not 0 < p < 1 or not x.numel():
+def _dropout(input: Tensor, p: float, train: bool = True) -> Tensor | None:
+    if not train or not 0 < p < 1 or not input.numel():
         return None
-    dropped: Tensor = _aten.native_dropout.default(x, p, True)[0]
+    dropped: Tensor = _aten.native_dropout.default(input, p, True)[0]
     return dropped
+
+
+def _functional_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor | None:
+    return None if inplace else _dropout(input, p, training)
 
 
 def _attention(
@@ -153,11 +162,14 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _rms_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor | None:
-    if x.is_complex() or (weight is not None and weight.dtype != x.dtype):
+    if input.is_complex() or (weight is not None and weight.dtype != input.dtype):
         return None
-    normed: Tensor = _RMSNorm.apply(x, len(shape), weight)  # type: ignore[no-untyped-call]
+    normed: Tensor = _RMSNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
     return normed
 
 
@@ -185,8 +197,10 @@ class _RMSNorm(torch.autograd.Function):
 _REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {
     _aten.dropout.default: _dropout,
     torch.dropout: _dropout,
+    functional.dropout: _functional_dropout,
     _aten.scaled_dot_product_attention.default: _attention,
     functional.scaled_dot_product_attention: _attention,
     _aten.rms_norm.default: _rms_norm,
     torch.rms_norm: _rms_norm,
+    functional.rms_norm: _rms_norm,
 }

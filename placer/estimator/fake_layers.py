@@ -15,8 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from placer import devices
 from placer.capture import autocast
@@ -64,11 +68,8 @@ def estimate_layers(
                 try:
                     trial = _trial(layer, graph, reads, training, on_gpu)
                     known.put(layer, _estimated(trial, training))
-                except Exception as error:
-                    raise ProfilingError(
-                        f"layer {layer.name!r} cannot run on fake tensors: "
-                        f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                    ) from error
+                except Exception as error:  # a layer runs a user's code
+                    raise _failure(layer, error) from error
                 written[layer.signature] = tuple(map(_fake_like, trial.writes))
             values.update(zip(layer.writes, written[layer.signature], strict=True))
     return [found for layer in graph.layers if (found := known.get(layer)) is not None]
@@ -121,6 +122,17 @@ def _trial(
     return kind(layer, _PLACE, state, reads, graph.values, training, mutated)
 
 
+def _failure(layer: Layer, error: Exception) -> ProfilingError:
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        why = f"it depends on the values of a tensor ({error.func})"
+    else:
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return ProfilingError(
+        f"layer {layer.name!r} cannot run on fake tensors, which have no values: {why}; measure the"
+        " model with placer.profile instead"
+    )
+
+
 def _estimated(trial: Trial, training: bool) -> Measurement:
     with autocast.uncached(trial.device):
         memory = measure_memory(trial, training)
@@ -134,16 +146,16 @@ def _estimated(trial: Trial, training: bool) -> Measurement:
 
 def _fake_state(tensor: Tensor) -> Tensor:
     """Return a fake copy of a parameter or buffer."""
-
-    def made(part: Tensor) -> Tensor:
-        copied = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=_PLACE)
-        return nn.Parameter(copied, False) if isinstance(part, nn.Parameter) else copied
-
-    return devices.rebuilt(tensor, made).requires_grad_(tensor.requires_grad)
+    return devices.rebuilt(tensor, _without_data).requires_grad_(tensor.requires_grad)
 
 
 def _fake_like(value: Any) -> Any:
     """Return a fake tensor of equal metadata, or the value itself if it is not a tensor."""
     if not isinstance(value, Tensor):
         return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_PLACE)
+    is_strided = value.layout == torch.strided
+    return _without_data(value) if is_strided else devices.rebuilt(value, _without_data)
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_PLACE)
