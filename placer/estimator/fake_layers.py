@@ -8,8 +8,8 @@ therefore create and free the same storages as real runs, without memory and wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ def estimate_layers(
     known = Remembered()
     # Layers of equal signatures write tensors of equal metadata, so only the first of them runs.
     written: dict[str, tuple[Any, ...]] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), _operations(on_gpu):
+    with _without_devices(on_gpu):
         values = dict(zip(graph.inputs, map(_fake_like, inputs), strict=True))
         for layer in graph.layers:
             reads = [values[name] for name in layer.reads]
@@ -90,12 +90,18 @@ def estimate_loss(
         InputError: if it fails on such results and this target.
     """
     kind = _CudaTrial if on_gpu else Trial
-    with FakeTensorMode(allow_non_fake_inputs=True), _operations(on_gpu):
+    with _without_devices(on_gpu):
         return loss.run(graph, rows, _PLACE, partial(_estimated, training=True), on_gpu, kind)
 
 
-def _operations(on_gpu: bool) -> AbstractContextManager[Any]:
-    return CudaOperations() if on_gpu else nullcontext()
+@contextmanager
+def _without_devices(on_gpu: bool) -> Iterator[None]:
+    """Make tensors fake inside, and select operations as CUDA would if ``on_gpu``."""
+    operations = CudaOperations() if on_gpu else nullcontext()
+    # A fallback would run an operation without a fake kernel on real zeros, of any size.
+    fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+    with fake, operations:
+        yield
 
 
 class _CudaTrial(Trial):
