@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,18 +43,15 @@ class Estimate:
         return {name: 100 * (value / self.measured - 1) for name, value in every.items()}
 
 
-def measured(chosen: Collection[str]) -> list[Estimate]:
-    """Return the chosen models' cases; all if none is chosen.
+def measured() -> list[Estimate]:
+    """Return all cases.
 
     Raises:
         LookupError: if the recorded results lack a case.
     """
     known = {row["case"]: row["value"] for row in _recorded()}
     return [
-        _estimate(case, known)
-        for model in profiler_cases.FULL
-        if not chosen or model.name in chosen
-        for case in profiler_cases.of(model)
+        _estimate(case, known) for model in profiler_cases.FULL for case in profiler_cases.of(model)
     ]
 
 

@@ -27,6 +27,7 @@ BLOCKS, WIDTH, HEADS, CONTEXT, VOCABULARY = 30, 5120, 40, 1024, 50304
 SAMPLES = 2
 """Of a micro-batch. A batch had twice as many micro-batches as there were devices."""
 TARGET_PERCENT = 5.0
+LABEL = "large, GPT of 9.96 billion parameters"
 _KIND = "NVIDIA H200"
 
 
@@ -36,7 +37,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def _row(count: int) -> dict[str, Any]:
-    label = f"large, GPT of 9.96 billion parameters, Adam, float32, {count} devices"
+    label = f"{LABEL}, Adam, float32, {count} devices"
     measured = next(
         row["value"]
         for row in record.read(RESULTS)["rows"]

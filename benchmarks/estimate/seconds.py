@@ -1,15 +1,21 @@
-"""The time of an estimate of a Llama with 32 blocks and 7 billion parameters, imports included."""
+"""The time of an estimate of a Llama with 32 blocks and 7 billion parameters, imports included.
+
+Processor time counts, with one thread: other programs on the machine do not change it, and on an
+idle core it is the time that a user waits.
+"""
 
 from __future__ import annotations
 
+import os
+import resource
 import statistics
 import subprocess
 import sys
-from time import perf_counter
 from typing import Any
 
 from .. import record
 
+CASE = "Llama, 32 blocks, 6.7 billion parameters, bf16, training, 1 x 2048 tokens"
 _RUNS = 3
 _TARGET_S = 10.0
 _PROGRAM = """
@@ -38,16 +44,26 @@ def row() -> dict[str, Any]:
     """Return the row, the median of several processes."""
     times = [_run_s() for _ in range(_RUNS)]
     return record.row(
-        "Llama, 32 blocks, 6.7 billion parameters, bf16, training, 1 x 2048 tokens",
-        "estimate and placement on two devices, imports included",
+        CASE,
+        "estimate and placement on two devices, imports included, processor time",
         "s",
-        float(f"{statistics.median(times):.4g}"),
-        spread=(float(f"{min(times):.4g}"), float(f"{max(times):.4g}")),
+        _rounded(statistics.median(times)),
+        spread=(_rounded(min(times)), _rounded(max(times))),
         target=_TARGET_S,
     )
 
 
 def _run_s() -> float:
-    began = perf_counter()
-    subprocess.run([sys.executable, "-P", "-c", _PROGRAM], check=True)
-    return perf_counter() - began
+    before = _processor_s()
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-P", "-c", _PROGRAM], check=True, env=alone)
+    return _processor_s() - before
+
+
+def _processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

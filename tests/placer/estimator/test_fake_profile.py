@@ -136,8 +136,18 @@ def _measured(model: nn.Module, inputs: Any, **options: Any) -> placer.Profile:
     return placer.profile(model, inputs, 1, cache=False, progress=False, repeats=1, **options)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        *((name, True) for name in MODELS),
+        ("attention and dropout", False),
+        *(
+            pytest.param(name, False, marks=pytest.mark.exhaustive)
+            for name in MODELS
+            if name != "attention and dropout"
+        ),
+    ],
+)
 def test_an_estimate_equals_what_a_real_run_on_the_cpu_records(name: str, training: bool) -> None:
     make, inputs = MODELS[name]
     model = make()
