@@ -118,7 +118,7 @@ def _profile(
 def _near(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
     """Return inputs that capture accepts together with the model's parameters.
 
-    A tensor without data becomes one on ``meta`` or, for a model with weights, zeros beside them.
+    A tensor without data becomes one on ``meta`` or, for a model with weights, zeros on their device.
     """
     first = next(itertools.chain(model.parameters(), model.buffers()), None)
     place = torch.device("cpu") if first is None else first.device
