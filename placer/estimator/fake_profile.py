@@ -118,7 +118,8 @@ def _profile(
 def _near(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
     """Return inputs that capture accepts together with the model's parameters.
 
-    A tensor without data becomes one on ``meta`` or, for a model with weights, zeros on their device.
+    A tensor without data becomes one on ``meta`` or, if the model has weights, zeros on their
+    device.
     """
     first = next(itertools.chain(model.parameters(), model.buffers()), None)
     place = torch.device("cpu") if first is None else first.device
