@@ -29,7 +29,7 @@ with torch.device("meta"):
 names = ("cuda:0", "cuda:1")
 cluster = Cluster(
     devices=tuple(
-        Device(name=name, type="GPU", memory_bytes=24 * 2**30, host="gpus") for name in names
+        Device(name=name, type="GPU", memory_bytes=40 * 2**30, host="gpus") for name in names
     ),
     links=tuple(
         Link(source=a, target=b, bandwidth_bytes_per_s=25e9) for a, b in (names, names[::-1])
