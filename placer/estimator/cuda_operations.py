@@ -194,6 +194,11 @@ class _RMSNorm(torch.autograd.Function):
         )
 
 
+def _histogram(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor | None:
+    # CUDA counts whole numbers, too, which the CPU refuses; mixtures of experts count their tokens
+    return None if input.is_floating_point() else input.new_empty(bins)
+
+
 _REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {
     _aten.dropout.default: _dropout,
     torch.dropout: _dropout,
@@ -203,4 +208,6 @@ _REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {
     _aten.rms_norm.default: _rms_norm,
     torch.rms_norm: _rms_norm,
     functional.rms_norm: _rms_norm,
+    _aten.histc.default: _histogram,
+    torch.histc: _histogram,
 }

@@ -133,3 +133,8 @@ def test_captured_operations_are_replaced_like_functions() -> None:
     x = torch.empty(BATCH, LENGTH, requires_grad=True)
     dropped = torch.ops.aten.dropout.default(x, 0.1, True)
     assert type(dropped.grad_fn).__name__ == "NativeDropoutBackward0"
+
+
+def test_whole_numbers_are_counted_as_on_cuda() -> None:
+    counted = torch.histc(torch.empty(6, dtype=torch.int32), bins=4, min=0, max=3)
+    assert counted.shape == (4,) and counted.dtype == torch.int32
