@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 import solvers_for_tests
+from broken_connections import Breaking, Counting
 
 from placer.errors import TimeoutExceeded
 from placer.schema import PlacementRequest
@@ -37,7 +38,7 @@ RUNNING = {"id": KEY, "status": "running", "incumbent": 7.0, "bound": 3.0, "elap
 def service() -> Iterator[str]:
     """Start a service whose solves continue until they are stopped."""
     settings = Settings(
-        port=0, database=":memory:", workers=1, queue=4, log_level="error", stop_grace_s=1.0
+        port=0, database=":memory:", workers=1, queue=4, log_level="error", stop_grace_s=5.0
     )
     with background(settings, solver=solvers_for_tests.until_stopped) as url:
         yield url
@@ -96,10 +97,13 @@ def test_it_stops_too_when_it_is_broken_off_in_a_later_poll(
     request = question()
 
     async def go() -> None:
-        async with AsyncClient(service) as client:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(2.0):  # the seventh poll
-                    await client.place(request)
+        async with AsyncClient(service, transport=(answers := Counting())) as client:
+            placing = asyncio.create_task(client.place(request))
+            while answers.answers < 3 or not await asyncio.to_thread(has_found, service, request):
+                await asyncio.sleep(0.02)
+            placing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await placing
 
     asyncio.run(go())
     until(lambda: is_stopped(service, request))
@@ -249,16 +253,30 @@ def test_where_the_service_saw_no_connection_end_the_same_is_asked_again(
 def test_a_connection_that_breaks_costs_no_answer_its_proof(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each connection ends earlier than the solve, as behind a proxy with a short timeout."""
-    monkeypatch.setattr("placer_client.base.call_timeout", lambda *_: httpx.Timeout(0.15))
+    """Connections end earlier than the solve, as behind a proxy with a short timeout.
+
+    The first one to break stops the solve. The solve that the client asks for then continues when
+    the next one breaks.
+    """
     monkeypatch.setattr("placer_client.exchange.FIRST_PAUSE_S", 0.001)
-    settings = Settings(port=0, database=":memory:", workers=1, log_level="error", stop_grace_s=1.0)
-    profile = question().profile.model_copy(update={"model": str(tmp_path / "notes")})
-    with (
-        background(settings, solver=solvers_for_tests.noted) as url,
-        Client(url, retries=40) as client,
-    ):
-        until(lambda: httpx.get(f"{url}/readyz").is_success)
-        assert client.place(question(profile=profile.model_dump(mode="json"))).status == "optimal"
-    # it was begun again once, after the first time
-    assert len((tmp_path / "notes").read_text().split()) == 2
+    settings = Settings(port=0, database=":memory:", workers=1, log_level="error", stop_grace_s=5.0)
+    notes = tmp_path / "notes"
+    profile = question().profile.model_copy(update={"model": str(notes)})
+    request = question(profile=profile.model_dump(mode="json"))
+
+    def starts() -> int:
+        return len(notes.read_text().split()) if notes.exists() else 0
+
+    with background(settings, solver=solvers_for_tests.noted_until_released) as url:
+        transport = Breaking(
+            (
+                lambda: until(lambda: starts() == 1),
+                lambda: until(lambda: status_of(url, request) == "feasible"),
+            ),
+            # The service has time to notice that the connection broke.
+            (lambda: until(lambda: starts() == 2), lambda: time.sleep(0.1)),
+            (lambda: None, (tmp_path / "release").touch),
+        )
+        with Client(url, transport=transport) as client:
+            assert client.place(request).status == "optimal"
+    assert starts() == 2

@@ -35,7 +35,7 @@ def serve() -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(solver: Any = solvers_for_tests.quick, **values: Any) -> TestClient:
-            defaults = {"database": ":memory:", "workers": 1, "queue": 1, "stop_grace_s": 1.0}
+            defaults = {"database": ":memory:", "workers": 1, "queue": 1, "stop_grace_s": 5.0}
             app = create_app(Settings(**{**defaults, **values}), solver=solver)
             client = stack.enter_context(
                 TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)

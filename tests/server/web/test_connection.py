@@ -84,7 +84,7 @@ def test_large_headers_within_the_limit_are_read(connect):
     "sent", [b"", b"\r\n", b"GET /healthz HTT"], ids=["nothing", "an empty line", "half a head"]
 )
 def test_a_connection_on_which_no_request_comes_is_closed(connect, monkeypatch, sent, port):
-    monkeypatch.setattr(connection, "HEAD_S", 0.1)
+    monkeypatch.setattr(connection, "HEAD_S", 0.3)
     with closing(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)) as client:
         client.sendall(sent)
         received = b""
@@ -96,14 +96,14 @@ def test_a_connection_on_which_no_request_comes_is_closed(connect, monkeypatch, 
 def test_who_waits_for_an_answer_is_not_cut_off_by_the_begin_of_the_next_request(
     monkeypatch, solvers, request_body
 ):
-    monkeypatch.setattr(connection, "HEAD_S", 0.1)
+    monkeypatch.setattr(connection, "HEAD_S", 0.3)
     body = json.dumps(request_body()).encode()
     head = (
         b"POST /v1/placements?wait=1 HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         b"Content-Type: application/json\r\n"
     )
     settings = Settings(
-        port=0, database=":memory:", workers=1, log_level="critical", stop_grace_s=1.0
+        port=0, database=":memory:", workers=1, log_level="critical", stop_grace_s=5.0
     )
     with background(settings, solver=solvers.until_stopped) as url:
         with closing(
@@ -125,7 +125,7 @@ def test_what_is_no_http_is_a_problem_as_everything_else(connect):
 )
 def test_what_is_refused_before_its_head_is_read_is_counted(monkeypatch, sent, status):
     # It never comes to the application, whose middleware counts: a flood of it was in no metric.
-    monkeypatch.setattr(connection, "HEAD_S", 0.1)
+    monkeypatch.setattr(connection, "HEAD_S", 0.3)
     with background(Settings(port=0, database=":memory:", workers=1, log_level="critical")) as url:
         with closing(
             socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=WAIT_S)
