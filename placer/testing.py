@@ -206,6 +206,16 @@ def _tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
+def _has_tensor(nest: tuple[Any, ...] | dict[str, Any]) -> bool:
+    """Return whether there is a tensor among the leaves of an operation's arguments."""
+    items = nest.values() if isinstance(nest, dict) else nest
+    # most operations have a tensor at the front, which ends the search
+    return any(
+        isinstance(item, Tensor) or (type(item) not in _PLAIN and bool(_tensors(item)))
+        for item in items
+    )
+
+
 class _Leaves(devices.Onlooker):
     """A gradient hook that verifies that a gradient is on its parameter's device.
 
@@ -383,7 +393,7 @@ class _CopiesAndQueries(TorchFunctionMode):
         if func is torch.tensor:
             return self._from_numbers(*args, **kwargs)
         outer = self._tags.inside_operation
-        self._tags.inside_operation = bool(_tensors((args, kwargs)))
+        self._tags.inside_operation = _has_tensor(args) or _has_tensor(kwargs)
         try:
             return func(*args, **kwargs)
         finally:
