@@ -14,6 +14,16 @@ from suite import cases, compared, digest, listed_differences, read_frozen, resu
 
 CASES = cases()
 
+# Models that take seconds, whose parts others of the list have.
+LONG = {
+    "model/dictionary inputs",
+    "model/dropout of 0",
+    "model/lstm",
+    "model/residual cnn",
+    "model/transformer encoder",
+    "model/u-net with skips",
+}
+
 
 @pytest.fixture(scope="module")
 def frozen() -> dict[str, dict[str, Any]]:
@@ -26,7 +36,10 @@ def service() -> Iterator[Service]:
         yield found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in LONG)) for name in CASES],
+)
 @pytest.mark.filterwarnings("ignore:the model is not captured")
 def test_a_case_gives_what_it_gave_when_it_was_frozen(
     name: str, frozen: dict[str, dict[str, Any]], service: Service

@@ -57,6 +57,7 @@ def test_a_key_is_good_for_its_scopes_alone(secured, request_body):
     ]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     "header",
     [

@@ -141,6 +141,7 @@ def test_auto_cuts_inception_v3_into_about_20_layers() -> None:
     assert 16 <= len(names) <= 26
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("layers", [3, 6])
 def test_auto_opens_repeated_blocks_alike(layers: int) -> None:
     names = _names(gpt(layers=layers, width=16, heads=2, context=8, vocabulary=20), TOKENS, "auto")

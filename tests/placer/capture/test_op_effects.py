@@ -63,6 +63,7 @@ def test_a_layer_is_random_if_it_moves_the_generator(name: str, training: bool) 
     _is_told(Calls(CASES[name]).train(training), torch.randn(4, 8))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("chance", [0.0, 0.5])
 def test_a_recurrent_layer_is_random_if_it_drops(chance: float, training: bool) -> None:

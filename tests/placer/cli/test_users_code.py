@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from commands import Run
 
 MODULE = """
 import sys
@@ -27,21 +30,25 @@ def leaves():
 """
 
 
-def _placer(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "chatty.py").write_text(MODULE)
-    command = [sys.executable, "-m", "placer", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+@pytest.fixture(autouse=True)
+def chatty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start in a folder with the module above, which each test imports for itself."""
+    (tmp_path / "chatty.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("chatty", None)
 
 
-def test_what_a_model_prints_is_not_among_the_json(tmp_path: Path) -> None:
+def test_what_a_model_prints_is_not_among_the_json(run: Run) -> None:
     asked = ("suggest", "chatty:Chatty", "--input", "2x4", "--devices", "cpu:0,cpu:1", "--json")
-    answer = _placer(tmp_path, *asked)
-    assert answer.returncode == 0, answer.stderr
-    assert json.loads(answer.stdout)["status"] == "optimal"
-    assert "imported" in answer.stderr and "forward" in answer.stderr
+    answer = run(*asked)
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["status"] == "optimal"
+    assert "imported" in answer.err and "forward" in answer.err
 
 
-def test_a_model_that_ends_the_program_is_an_error_that_says_so(tmp_path: Path) -> None:
-    answer = _placer(tmp_path, "profile", "chatty:leaves", "--input", "2x4")
-    assert answer.returncode == 2
-    assert "chatty:leaves() failed: SystemExit: 7" in answer.stderr
+def test_a_model_that_ends_the_program_is_an_error_that_says_so(run: Run) -> None:
+    answer = run("profile", "chatty:leaves", "--input", "2x4")
+    assert answer.code == 2
+    assert "chatty:leaves() failed: SystemExit: 7" in answer.err

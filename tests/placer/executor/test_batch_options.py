@@ -123,13 +123,24 @@ class Classifier(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Sequence first: (length, batch)."""
+    """Sequence first: (length, batch). Each step reads all earlier ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, 8)
-        self.body = nn.LSTM(8, 8)
+        self.body = nn.Linear(8, 8)
         self.out = nn.Linear(8, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.body(self.embed(ids)).cumsum(0).tanh())
+
+
+class RecurrentTagger(Tagger):
+    """A Tagger whose steps an LSTM takes, which is captured in many operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(8, 8)  # type: ignore[assignment]
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.out(self.body(self.embed(ids))[0])
@@ -420,7 +431,7 @@ def test_a_model_that_computes_its_own_loss_is_refused_or_weighed(path: str) -> 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("model", [Tagger, Encoder])
+@pytest.mark.parametrize("model", [RecurrentTagger, Encoder])
 @pytest.mark.parametrize("length", [6, 4])
 def test_sequence_first_models_are_refused_and_the_error_names_the_declaration(
     model: type[nn.Module], path: str, length: int
@@ -491,6 +502,7 @@ DIMENSION_1 = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("options", DIMENSION_1, ids=str)
 def test_a_target_is_cut_along_the_only_dimension_of_its_size(
@@ -526,6 +538,7 @@ def test_a_target_is_cut_along_the_only_dimension_of_its_size(
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("options", DIMENSION_1, ids=str)
 @pytest.mark.parametrize("loss_fn", [_ctc, _by_sample])

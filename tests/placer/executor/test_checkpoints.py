@@ -131,6 +131,7 @@ def test_a_call_of_the_flow_keeps_to_checkpoints_too() -> None:
         torch.testing.assert_close(one.grad.cpu(), other.grad, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_dropout_is_the_same_in_both_passes(schedule: Order) -> None:
     losses, gradients = [], []
@@ -163,6 +164,7 @@ def _most_alive(reentrant: bool | None, schedule: Order) -> int:
     return alive.most
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("schedule", ["fill-drain", "1f1b"])
 def test_what_a_checkpoint_lets_go_is_not_kept(schedule: Order) -> None:
     assert _most_alive(None, schedule) >= 6

@@ -149,7 +149,7 @@ def test_a_constant_that_every_micro_batch_returns_is_returned(
         assert torch.equal(flow(X, chunks=2)["beside"].cpu(), constant(X))
 
 
-@pytest.mark.covering("is_hooked", "beside")
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "beside",
     [

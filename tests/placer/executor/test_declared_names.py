@@ -106,6 +106,7 @@ PATHS: dict[str, Path] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("run", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -147,7 +147,7 @@ def test_a_run_with_all_its_transfers_equals_the_unsplit_one(name: str) -> None:
     assert_same(split, step(reference, reference, inputs, {}))
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_forgotten_transfer_forwards_is_caught(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -288,7 +288,7 @@ def test_a_refused_model_runs_split_with_the_same_results(
     assert_same(split, step(reference, reference, (X,), {}))
 
 
-@pytest.mark.covering
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", ["OPT", "BART", "Whisper"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_transformers_with_layerdrop_run_split_with_the_same_results(name: str, seed: int) -> None:
@@ -374,6 +374,7 @@ def test_the_layers_of_a_traced_model_compute_its_output(
     torch.testing.assert_close(outputs[0], model(X), atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.covering(every=2, first=1)
 @pytest.mark.parametrize("name", ["OPT", "BART", "Whisper"])
 def test_the_layers_of_a_traced_transformer_compute_its_output(name: str) -> None:
     model, _ = twins(_transformer(name))

@@ -128,7 +128,7 @@ def test_results_are_joined_as_declared(way: Way, outputs: Any, chunks: int) -> 
         _split(model, x, chunks=chunks, outputs=0)
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("way", REFUSED.values(), ids=REFUSED)
 def test_what_only_all_samples_tell_is_refused(way: Way) -> None:
     for chunks in (2, 6):

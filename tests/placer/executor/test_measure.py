@@ -98,6 +98,7 @@ def _in_an_order_that_can_be(measurement: Measurement) -> None:
     assert min(row.start_ms for row in measurement.measured) == 0
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
 def test_a_training_step_has_every_pass_of_every_micro_batch_once(schedule: Order) -> None:
     model, inputs, target, profile = _case(training=True)

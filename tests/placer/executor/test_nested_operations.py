@@ -225,7 +225,7 @@ def test_one_capture_serves_both_ways_through_the_model(
 TRAINED = (X, -X - 1)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(every=5)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("make", NESTED)
 def test_a_training_step_gives_the_gradients_of_the_unsplit_model(
@@ -250,7 +250,7 @@ def test_a_training_step_gives_the_gradients_of_the_unsplit_model(
             torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10, msg=path)
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("make", NESTED)
 def test_a_stream_gives_what_the_unsplit_model_gives(
     make: type[nn.Module], both: Callable[[type[nn.Module], bool], _Both]
@@ -265,7 +265,7 @@ def test_a_stream_gives_what_the_unsplit_model_gives(
             torch.testing.assert_close(result, kept.reference(batch), atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.covering(every=4)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("make", NESTED)
 def test_a_profile_places_it(make: type[nn.Module]) -> None:
     model, _ = twins(make)

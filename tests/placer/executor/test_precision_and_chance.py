@@ -171,6 +171,7 @@ def _masks(seed: int, schedule: Order, steps: int = 2) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dropout_differs_between_micro_batches_and_steps_and_a_seed_repeats_it(
     schedule: Order,

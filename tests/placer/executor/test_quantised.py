@@ -88,6 +88,7 @@ def test_adapters_over_a_quantised_layer_train_as_in_the_unsplit_model(kind: str
     assert_adapters_train_as_unsplit(QUANTISED[kind], "1f1b")
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     "kind", ["torchao int8 weights", "torchao float8 weights", "bitsandbytes nf4"]
 )

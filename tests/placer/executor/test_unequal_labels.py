@@ -83,6 +83,7 @@ LATER: dict[str, tuple[Loss, Any, Any]] = {
 }
 
 
+@pytest.mark.covering(every=2, first=1)
 @pytest.mark.parametrize(("loss_fn", "first", "later"), LATER.values(), ids=LATER)
 def test_a_later_batch_of_unequal_numbers_is_compared_again(
     loss_fn: Loss, first: Any, later: Any
@@ -99,6 +100,7 @@ def _moved(target: Any) -> Any:
     return tuple(map(_moved, target)) if isinstance(target, tuple) else target.to("cpu:1")
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("loss_fn", "first", "later"), LATER.values(), ids=LATER)
 def test_labels_on_an_accelerator_are_read_one_batch_late(
     loss_fn: Loss, first: Any, later: Any

@@ -41,7 +41,7 @@ def test_all_that_a_layer_stores_moves_with_it_and_comes_back(kind: str) -> None
     assert_moves_and_comes_back(KINDS[kind])
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_placed_model_gives_what_the_unsplit_model_gives(kind: str) -> None:
     assert_runs_as_unsplit(KINDS[kind])
@@ -84,7 +84,7 @@ def test_the_state_of_a_placed_model_is_loaded_into_it(kind: str) -> None:
         torch.testing.assert_close(flow(x).cpu(), unsplit(KINDS[kind]), **CLOSE)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_over_a_frozen_layer_train_as_in_the_unsplit_model(

@@ -187,7 +187,7 @@ def test_a_call_in_micro_batches_gives_what_the_unsplit_model_gives(
     torch.testing.assert_close(result.cpu(), expected.detach().cpu())
 
 
-@pytest.mark.covering
+@pytest.mark.covering(every=10)
 @pytest.mark.parametrize("chunks", [2, 3, B])
 @pytest.mark.parametrize("whole_needs_a_gradient", [False, True])
 def test_a_step_in_micro_batches_makes_the_gradients_of_the_unsplit_model(

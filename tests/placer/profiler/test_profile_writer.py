@@ -19,6 +19,7 @@ from placer.profiler.profile_writer import write
 MIB = 2**20
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("field", ["recorded_workspace_bytes", "input_grad_workspace_bytes"])
 @pytest.mark.parametrize(
     ("here", "there", "said"),

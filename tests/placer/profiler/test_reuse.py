@@ -92,7 +92,7 @@ class Tied(nn.Module):
         return result
 
 
-@pytest.mark.covering
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_second_profile_captures_nothing_and_says_the_same(
@@ -206,6 +206,7 @@ def test_each_layer_is_one_entry_and_identical_ones_share_it(take: Any, tmp_path
     assert len(entries(tmp_path)) == 2  # the first takes no gradient to its input
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     "broken", ["", "{", "[]", "null", '{"digest": "x", "content": {}}', "\x00"]
 )
@@ -234,6 +235,7 @@ def test_an_entry_whose_numbers_were_changed_does_not_count(
     assert len(counted) == 1
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     "changed",
     [

@@ -103,6 +103,7 @@ def test_a_layer_is_measured_with_the_state_that_is_attached_to_its_weight() -> 
     taken(nn.Sequential(Checked(), nn.ReLU(), Checked()), batch_of(KINDS["wrapper"]))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_profiling_leaves_the_model_as_it_was(kind: str) -> None:
     model, x = model_of(KINDS[kind]), batch_of(KINDS[kind])
@@ -155,6 +156,7 @@ def test_a_layer_with_a_wrapper_is_measured_anew_in_each_run() -> None:
     assert [layer.signature_is_complete for layer in graph.layers] == [False, True, False]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("kind", ["wrapper", "attached object", "gptq"])
 def test_a_suggested_placement_counts_what_devices_store(kind: str) -> None:
     model, x = model_of(KINDS[kind]), batch_of(KINDS[kind])

@@ -83,6 +83,7 @@ class _Views(nn.Module):
         return self.last(z) + y.sum(), y.transpose(1, 2), z[:, ::2]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(3))
 def test_skips_and_changing_shapes(seed: int, recordings: list[Slot]) -> None:
     model, whole = twins(Skips, training=False)

@@ -105,7 +105,7 @@ def _loss(weight: Tensor, seen: list[Any], extra: Callable[[], Tensor] | None = 
     return loss
 
 
-@pytest.mark.covering("make", "way")
+@pytest.mark.covering
 @pytest.mark.parametrize("output_device", [None, "cpu:2"])
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(

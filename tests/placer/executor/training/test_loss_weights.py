@@ -99,6 +99,7 @@ def test_torchs_losses_of_labels_are_weighed_by_those_that_they_count(
     compared(loss_fn, X, labels(), chunks, hooked)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("length", [LENGTH, N])
 @pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
 @pytest.mark.parametrize("hooked", [False, True])

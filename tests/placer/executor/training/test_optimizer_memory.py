@@ -76,7 +76,7 @@ SAME: dict[str, tuple[Any, Make]] = {
 }
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(("profiled", "make"), SAME.values(), ids=SAME)
 def test_an_optimizer_with_as_much_memory_is_not_warned_of(profiled: Any, make: Make) -> None:
     model = _model()

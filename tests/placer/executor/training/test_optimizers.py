@@ -73,7 +73,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": weights}, {"params": biases, "lr": 0.02}]
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", WAYS)
 def test_three_steps_equal_the_unsplit_models(name: str) -> None:
     kind, options = WAYS[name]

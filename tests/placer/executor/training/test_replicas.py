@@ -90,6 +90,7 @@ def _compare(
     return step
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(("replicas", "stages"), [(4, 1), (2, 2), (2, 1)])
 @pytest.mark.usefixtures("four")
@@ -103,6 +104,7 @@ def test_every_schedule_works_with_replicas(schedule: Any) -> None:
     _compare(replicated(_model(), 2, 2, chunks=4, schedule=schedule))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("samples", "sizes"),
     [

@@ -88,6 +88,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizers_state_lies_with_the_owners_and_goes_into_one_state_dict(name: str) -> None:
     model, whole = _Net(), _Net()

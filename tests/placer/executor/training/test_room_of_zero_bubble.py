@@ -106,7 +106,7 @@ def _check(step: TrainStep, flow: DataFlow, size: int, chunks: int) -> TrainingP
     return pipeline
 
 
-@pytest.mark.covering
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("size", [12, 11], ids=["even", "uneven"])
 def test_losses_and_gradients_are_those_of_the_unsplit_model_in_every_room(

@@ -10,6 +10,7 @@ from placer.solver.chain.training_peaks import TrainingMoments
 from placer.solver.problem import Problem
 
 
+@pytest.mark.covering(every=3, first=1)
 @pytest.mark.parametrize("seed", range(10))
 def test_each_interval_is_worth_what_a_device_with_its_layers_holds(seed, training_problem):
     random = Random(seed)
@@ -32,6 +33,7 @@ def test_each_interval_is_worth_what_a_device_with_its_layers_holds(seed, traini
                 )
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("seed", range(10))
 def test_with_weight_halves_apart_each_interval_is_worth_what_a_micro_batch_has_for_itself(
     seed, training_problem

@@ -32,6 +32,7 @@ def with_limit(problem, limit_bytes):
     return replace(problem, devices=devices)
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("schedule", ["fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("seed", range(10))
 def test_the_smallest_memory_over_nodes_and_devices_is_that_of_the_assignment(
@@ -149,7 +150,7 @@ def test_sizes_keep_their_bytes_though_their_multiples_have_a_common_divisor():
     assert PlacementModel(problem, reduced(problem)).solve(Limits(60)).bound == 2 * 1 + 1 + 3
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("seed", range(10))
 def test_stages_fit_in_what_the_assignment_needs_and_not_in_a_byte_less(seed, training_problem):
     random = Random(seed)
