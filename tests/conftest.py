@@ -23,8 +23,9 @@ hypothesis.settings.load_profile("placer")
 
 _TESTS = itertools.count()
 
-# Containers that live and collections of younger ones between two collections. Tracing a model makes
-# so many objects that Python's default, 700 containers, takes a tenth of a test's time.
+# New containers between two collections, and collections of each generation between two of the next
+# older one. Tracing a model makes so many objects that Python's default, 700 containers, takes a
+# tenth of a test's time.
 gc.set_threshold(10_000, 20, 20)
 
 

@@ -95,7 +95,7 @@ def test_a_placement_comes_through_every_fault(ask, fault):
     assert found.status == "optimal"
 
 
-@pytest.mark.covering
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("fault", [*BEFORE, *AFTER])
 def test_what_reads_comes_through_every_fault(ask, fault):
     key = ask(Faulty(), "place", request()).id

@@ -25,7 +25,7 @@ def _run(graph: LayerGraph, inputs: list[Any]) -> list[Any]:
     return [values[name] for name in graph.outputs]
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=5)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("case", [*SMALL, CASES["BertForMaskedLM"]], ids=str)
 def test_the_layers_one_after_another_compute_the_output_of_the_model(

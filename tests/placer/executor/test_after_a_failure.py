@@ -117,6 +117,7 @@ def test_a_failure_in_the_pass_of_weight_gradients_leaves_none_to_the_next_step(
     pair.same()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("in_the_first", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_random_numbers_are_as_before_the_step_that_failed(

@@ -319,6 +319,7 @@ def _spectral() -> nn.Module:
     return nn.utils.spectral_norm(nn.Linear(6, 6))  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", [Codebook, _spectral])
 @pytest.mark.parametrize("path", PATHS)
 def test_statistics_that_buffers_gather_are_those_of_micro_batches(

@@ -30,6 +30,7 @@ def test_layer_gpus_names_the_leaves_when_fine_grained() -> None:
     assert list(flow.layer_gpus) == ["stem.0", "stem.1", "body.0", "body.1", "body.2", "head"]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("place", [2, "2", "cpu:2", torch.device("cpu", 2)])
 def test_a_device_is_given_as_an_index_a_string_or_a_torch_device(
     place: int | str | torch.device,
@@ -206,6 +207,7 @@ def test_an_unknown_layer_is_named_and_nothing_moves() -> None:
         _unharmed(flow, reference)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("place", [7, "cpu:7", -1, "gpu", 1.5, "meta"])
 def test_an_unknown_device_is_named_and_nothing_moves(place: int | str) -> None:
     model, reference = twins(Model, training=False)

@@ -69,6 +69,7 @@ def test_a_model_that_counts_in_a_container_runs_as_unsplit(
             assert "'items'" in flow.not_captured_because
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("make", "add"), KINDS.values(), ids=KINDS)
 def test_a_capture_leaves_nothing_in_a_container(make: Callable[[], Any], add: Add) -> None:
     items = make()

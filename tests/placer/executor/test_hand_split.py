@@ -80,6 +80,7 @@ def check(forward: Forward, kind: str) -> None:
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     "forward", [by_name, by_keyword, by_method, by_stand_in, by_the_parameters]
 )

@@ -374,7 +374,7 @@ def test_the_layers_of_a_traced_model_compute_its_output(
     torch.testing.assert_close(outputs[0], model(X), atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.covering(every=2, first=1)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ["OPT", "BART", "Whisper"])
 def test_the_layers_of_a_traced_transformer_compute_its_output(name: str) -> None:
     model, _ = twins(_transformer(name))

@@ -348,6 +348,7 @@ def test_graphs_are_told_apart_by_what_the_operations_inside_do() -> None:
     assert one == again != other
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("training", [True, False])

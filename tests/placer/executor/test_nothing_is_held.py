@@ -171,6 +171,7 @@ def _stream(flow: DataFlow) -> None:
     list(flow.eval().stream([X, X]))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("run", [_train, _call, _stream])
 def test_want_of_memory_holds_none_even_while_its_error_is_looked_at(
     run: Callable[[DataFlow], None],

@@ -70,6 +70,7 @@ def test_what_forward_writes_to_one_is_there_afterwards_in_micro_batches_too(
     _equal(found, expected)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("use", USES)
 def test_streams_follow_what_forward_and_the_user_write_to_one(use: str) -> None:
     net = fresh("list", use)

@@ -62,7 +62,7 @@ def _trained(model: nn.Module, places: dict[str, int], schedule: Order) -> tuple
     return stages, model
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=2, first=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "fill-drain", "interleaved"])
 def test_branches_on_two_devices_are_a_stage_each(schedule: Order) -> None:
     torch.manual_seed(1)

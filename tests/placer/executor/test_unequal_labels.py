@@ -115,6 +115,7 @@ def test_labels_on_an_accelerator_are_read_one_batch_late(
             step(_inputs(), _moved(later), chunks=2)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("index", [-100, 0])
 def test_torchs_own_mean_is_right_for_every_batch_on_an_accelerator(index: int) -> None:
     model = _classifier()

@@ -35,7 +35,7 @@ NO_COPY = "wrapper with a linear layer"
 """Its class implements no ``copy_``, which torch's ``load_state_dict`` needs."""
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_that_a_layer_stores_moves_with_it_and_comes_back(kind: str) -> None:
     assert_moves_and_comes_back(KINDS[kind])
@@ -72,7 +72,7 @@ def test_clones_of_a_model_that_is_not_captured_are_refused(kind: str) -> None:
             flow(batch_of(KINDS[kind]))
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=5, first=1)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != NO_COPY])
 def test_the_state_of_a_placed_model_is_loaded_into_it(kind: str) -> None:
     state = {name: value.clone() for name, value in model_of(KINDS[kind]).state_dict().items()}

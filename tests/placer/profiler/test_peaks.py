@@ -55,7 +55,7 @@ def _with_gradients(model: nn.Module) -> list[Tensor]:
     ]
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_peaks_where_its_profile_says(name: str) -> None:
     model, x = MODELS[name]()
@@ -96,7 +96,7 @@ def test_a_training_step_with_its_loss_peaks_where_its_profile_says(vocabulary: 
     )
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=3, first=2)
 @pytest.mark.parametrize(
     ("name", "granularity"), [("resnet18", "auto"), ("unet", "submodule"), ("gpt", "fine")]
 )

@@ -32,7 +32,7 @@ from placer.schema import (
 from placer.solver.check import check
 from placer.solver.problem import Problem
 
-SETTINGS = examples(400)
+SETTINGS = examples(200)
 
 
 def _pulling(request: PlacementRequest) -> set[str]:

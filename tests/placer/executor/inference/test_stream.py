@@ -29,7 +29,7 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs if kwargs else args
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=2, first=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_batch_gives_what_the_unsplit_model_gives(name: str) -> None:
     model, whole = twins(CASES[name].make, training=False)

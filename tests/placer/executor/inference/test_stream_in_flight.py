@@ -60,6 +60,7 @@ def test_values_go_straight_from_their_maker_to_their_readers() -> None:
     )
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
 def test_no_more_batches_are_taken_than_may_be_in_flight(in_flight: int) -> None:
     model, batches = skips()

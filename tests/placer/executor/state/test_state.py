@@ -52,6 +52,7 @@ def test_an_optimizer_made_before_trains_the_split_model_as_the_unsplit_one(name
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_given_along_moves_with_the_parameters(name: str) -> None:
     model, reference = twins(Model)

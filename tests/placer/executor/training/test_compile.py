@@ -263,6 +263,7 @@ class _Regions(nn.Module):
         return result
 
 
+@pytest.mark.covering(every=2, first=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.usefixtures("always_faster")
 def test_regions_without_gradients_or_casts_are_part_of_one_graph(schedule: Order) -> None:
@@ -344,6 +345,7 @@ def test_a_loss_that_cannot_be_compiled_stays_as_it_is_and_says_why() -> None:
     assert "no such loss" in step.compiled["segment 1 of 2 on cpu:1"]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("after_ms", [2.0, 1.0, 0.996])
 def test_a_segment_that_gains_nothing_stays_as_it_was(
     monkeypatch: pytest.MonkeyPatch, after_ms: float

@@ -171,6 +171,7 @@ def test_it_follows_the_last_layer_to_the_device_of_the_results(make: type[Plain
     assert list(dict.fromkeys(map(str, seen))) == ["cpu:0", "cpu:2"]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("make", [Plain, Branching, Counting])
 def test_results_of_a_call_are_still_on_the_output_device(make: type[Plain]) -> None:
     with logical_devices(3):

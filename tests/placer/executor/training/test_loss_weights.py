@@ -132,6 +132,7 @@ def test_a_label_a_sample_may_be_left_out_too() -> None:
     torch.testing.assert_close(model[0].weight.grad.cpu(), whole[0].weight.grad)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("chunks", [2, 3, 5])
 def test_a_loss_of_ones_own_is_weighed_as_one_says(chunks: int) -> None:
     def loss_fn(output: Tensor, target: dict[str, Tensor]) -> Tensor:
