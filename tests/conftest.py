@@ -23,10 +23,7 @@ hypothesis.settings.load_profile("placer")
 
 _TESTS = itertools.count()
 
-# New containers between two collections, and collections of each generation between two of the next
-# older one. Tracing a model makes so many objects that Python's default, 700 containers, takes a
-# tenth of a test's time.
-gc.set_threshold(10_000, 20, 20)
+gc.set_threshold(*forks.COLLECTIONS)
 
 
 # before pytest selects tests by their markers

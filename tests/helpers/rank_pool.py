@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from forks import TORCH
+from forks import COLLECTIONS, TORCH
 
 
 class RankPool:
@@ -82,6 +82,7 @@ def _serve(pipe: Connection, rank: int, size: int, meeting_point: str, backend: 
     import torch.distributed as dist
 
     gc.freeze()  # a search for cycles would go through all that torch consists of
+    gc.set_threshold(*COLLECTIONS)
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": str(rank), "NCCL_NVLS_ENABLE": "0"}
     if backend == "nccl":
