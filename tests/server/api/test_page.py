@@ -553,20 +553,23 @@ def test_an_old_answer_is_dimmed_while_a_new_one_is_solved(browser, tmp_path):
     settings = Settings(port=0, database=":memory:", workers=1, log_level="error")
     request = examples.requests()["throughput"]["value"]
     request["profile"]["model"] = str(tmp_path / "notes")
-    # a solve takes 0.3 s
-    with background(settings, solver=solvers_for_tests.noted) as url:
+    release = tmp_path / "release"
+    with background(settings, solver=solvers_for_tests.noted_until_released) as url:
         browser.open(url)
         browser.run("sessionStorage.clear()")
         drop(browser, request)
         browser.until("document.querySelector('#stop').checkVisibility()")
         # there is nothing else to be done yet
         assert shown_buttons(browser) == ["stop"]
+        release.touch()
         is_current(browser)
+        release.unlink()
         opacity = "+getComputedStyle(document.querySelector('#current .facts')).opacity"
         assert browser.run(f"return {opacity}") == 1
         browser.set("#chunks", 9)
         assert browser.run(f"return {opacity}") < 0.7  # at once
         browser.until("document.querySelector('#current[aria-busy=true].old')")
+        release.touch()
         is_current(browser)
         assert browser.run(f"return {opacity}") == 1
         assert "stop" not in shown_buttons(browser)
