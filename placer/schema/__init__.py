@@ -23,10 +23,18 @@ from placer.schema.base import (
 from placer.schema.batch import Batch, BatchAnswer, BatchAnswers
 from placer.schema.batch_options import BatchOptions
 from placer.schema.cluster import Cluster, Device, Link, Node, NodeList, Rate
+from placer.schema.estimate import (
+    CardCount,
+    Change,
+    DeviceEstimate,
+    Estimate,
+    EstimateRequest,
+)
 from placer.schema.history import PlacementPage, Progress, Summary
 from placer.schema.judgement import Best, Comparison, Evaluation, Fault, FaultKind, Move
 from placer.schema.options import (
     Constraints,
+    EstimateOptions,
     ProfileOptions,
     RefineOptions,
     SolveOptions,
@@ -57,13 +65,19 @@ __all__ = [
     "BatchAnswers",
     "BatchOptions",
     "Best",
+    "CardCount",
+    "Change",
     "Cluster",
     "Comparison",
     "Constraints",
     "Device",
+    "DeviceEstimate",
     "DeviceLoad",
     "DeviceTime",
     "Edge",
+    "Estimate",
+    "EstimateOptions",
+    "EstimateRequest",
     "Evaluation",
     "Fault",
     "FaultKind",

@@ -25,6 +25,7 @@ from placer.schema.base import (
     Objective,
     Recompute,
     Replicas,
+    Schedule,
     ScheduleChoice,
     StepKind,
     Transfers,
@@ -240,6 +241,69 @@ class SuggestOptions(ProfileOptions, SolveOptions):
     The client sends the operations, shapes and dtypes of the model, but no weights. ``devices``
     may then be a number of devices. None: if the server has a GPU and this machine has none, and
     neither ``devices`` nor ``memory_bytes`` is given."""
+
+
+class EstimateOptions(Wire):
+    """What to estimate: the mode, the batch and the assumptions about devices."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    training: StrictBool = False
+    """Whether to estimate a training step instead of inference."""
+
+    generate: Annotated[int, Field(ge=1, le=2**31, strict=True)] | None = None
+    """Tokens of each text, prompt included, whose keys and values the cache holds.
+
+    For models of transformers, in inference."""
+
+    optimizer: Any = "adamw"
+    """The optimizer whose state counts in training, or none.
+
+    A name from ``torch.optim``, a class, an optimizer, a list of optimizers, a function that makes
+    one from a list of parameters, or None."""
+
+    chunks: Annotated[int, Field(ge=1, le=1_000_000)] = 8
+    """Micro-batches in a batch, in training."""
+
+    schedule: Schedule = "1f1b"
+    """The order of micro-batches: it decides how many micro-batches a device keeps."""
+
+    recompute: Recompute | Annotated[dict[Name, Recompute], IN_ORDER] = "never"
+    """Where memory would not suffice otherwise, keep less and compute forward passes twice.
+
+    See ``Constraints.recompute``."""
+
+    dtype: Any = None
+    """The dtype of parameters and floating-point inputs, as ``"bfloat16"`` or ``torch.bfloat16``.
+
+    None: as the model has them; of a transformers configuration, its own."""
+
+    granularity: Any = "auto"
+    """How to cut the model into layers: auto, blocks, submodule, fine or a depth."""
+
+    loss_fn: SkipValidation[Callable[[Any, Any], Any] | None] = None
+    """The loss of a training step, a function of the output and the target.
+
+    Without it, the estimate leaves out the memory of a loss outside the model."""
+
+    target: Any = None
+    """The target of one micro-batch, for the loss."""
+
+    batch_options: BatchOptions | None = None
+    """Where the samples of a batch lie, and how its loss is reduced.
+
+    None: the first dimension is the batch."""
+
+    reserve_bytes: Annotated[int, Field(ge=0, le=2**50)] = 512 * 2**20
+    """Memory of each device that the model cannot use.
+
+    A CUDA context with the kernels of torch, and the workspaces of libraries. It has no effect on
+    devices of a ``Cluster``, which have reserves of their own."""
+
+    time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 10.0
+    """Seconds to solve the placement and all changes.
+
+    Changes that were not solved in time are left out."""
 
 
 class RefineOptions(Wire):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 from placer.errors import InputError
 
@@ -12,16 +13,21 @@ __all__ = [
     "bandwidth_text",
     "bytes_text",
     "count_text",
+    "devices_text",
     "ms_text",
+    "needed_text",
+    "number_text",
     "parse_bandwidth",
     "parse_bytes",
     "parse_seconds",
     "seconds_text",
+    "size_text",
 ]
 
 Text = Callable[[float], str]
 """A function that formats a quantity with its unit."""
 
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)}
 _FACTORS |= {unit: 1000**power for power, unit in enumerate(("", "kb", "mb", "gb", "tb", "pb"))}
@@ -50,6 +56,56 @@ def count_text(count: int, one: str, several: str = "") -> str:
         several: the plural, unless it is ``one`` with an s.
     """
     return f"{count} {one}" if count == 1 else f"{count} {several or f'{one}s'}"
+
+
+def number_text(count: int, one: str) -> str:
+    """Return a count with its noun, small numbers as words: ``two devices``, ``12 devices``.
+
+    Args:
+        count: the number.
+        one: the singular.
+    """
+    text = count_text(count, one)
+    return f"{_NUMBERS[count]}{text[1:]}" if count < 10 else text
+
+
+def size_text(size_bytes: int) -> str:
+    """Return the size of a device as users write it: ``24 GiB``, ``1.5 GiB``, ``80 GB``.
+
+    Args:
+        size_bytes: in bytes.
+    """
+    for unit in ("TB", "GB", "MB"):
+        factor = _FACTORS[unit.lower()]
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor} {unit}"
+    return bytes_text(size_bytes).replace(".0 ", " ")
+
+
+def needed_text(size_bytes: int) -> str:
+    """Return a size rounded up, so that a device of this size is large enough: ``31.3 GiB``.
+
+    Args:
+        size_bytes: in bytes.
+    """
+    text = bytes_text(size_bytes)
+    unit = text.split()[1]
+    if unit == "B":
+        return text
+    factor = _FACTORS[unit.lower()]
+    return f"{-(-size_bytes * 10 // factor) / 10:.1f} {unit}"
+
+
+def devices_text(sizes_bytes: Iterable[int], noun: str = "device") -> str:
+    """Return devices by their sizes: ``two 24 GiB devices``.
+
+    Args:
+        sizes_bytes: the memory of each device.
+        noun: the singular of what they are called.
+    """
+    counts = Counter(map(size_text, sizes_bytes))
+    *parts, last = (number_text(count, f"{text} {noun}") for text, count in counts.items())
+    return f"{', '.join(parts)} and {last}" if parts else last
 
 
 def ms_text(time_ms: float) -> str:

@@ -1,0 +1,518 @@
+"""The placement that needs the least memory, the smallest changes that make it fit, and cards.
+
+    profile ─▶ solve with limits ──▶ fits
+                    │ infeasible
+                    ▼
+               solve with the largest devices unlimited ─▶ the memory that is missing
+                    │
+                    ▼
+               solve changed requests ─▶ the smallest changes that fit
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import NamedTuple
+
+from placer.errors import InputError
+from placer.estimator.device_sizes import (
+    DEVICE_TYPE,
+    sized_cluster,
+    with_more,
+    with_sizes,
+)
+from placer.schema import (
+    CardCount,
+    Change,
+    Cluster,
+    Constraints,
+    DeviceEstimate,
+    Estimate,
+    MemoryUse,
+    Placement,
+    PlacementRequest,
+    Profile,
+    Recompute,
+    Schedule,
+)
+from placer.schema.base import MAX_DEVICES
+from placer.solver.problem import LARGEST_BYTES
+from placer.solver.solve import solve
+from placer.utils.units import devices_text, needed_text, number_text, size_text
+
+CARDS_BYTES = (24 * 2**30, 48 * 2**30, 80 * 2**30)
+"""Memory of common cards, which are asked for if no devices are given."""
+
+_PER_SAMPLE = frozenset(
+    {
+        "saved_bytes",
+        "forward_workspace_bytes",
+        "backward_workspace_bytes",
+        "recorded_workspace_bytes",
+        "deferred_bytes",
+        "input_grad_workspace_bytes",
+        "weight_grad_workspace_bytes",
+    }
+)
+"""Fields of a layer that grow with the number of samples."""
+
+MOST_MORE = 64
+"""Largest number of devices that are added, or of cards that are tried."""
+
+LONGEST_SOLVE_S = 3.0
+"""Seconds of one solve; a chain of 300 layers takes a tenth of a second."""
+
+Estimated = tuple[Profile, dict[str, int]]
+"""A profile, and the keys and values of generated texts by layer, in bytes."""
+
+
+class SmallerBatches(NamedTuple):
+    """Micro-batches with fewer samples, which are estimated when they are needed.
+
+    Attributes:
+        sizes: numbers of samples, ascending; each divides the number of the profile.
+        estimated: estimates one of these sizes.
+    """
+
+    sizes: Sequence[int]
+    estimated: Callable[[int], Estimated]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The assumptions of an estimate.
+
+    Attributes:
+        chunks: micro-batches in a batch.
+        schedule: the order of micro-batches.
+        recompute: which devices recompute.
+        cache_bytes: keys and values of generated texts, by layer, for the whole micro-batch.
+        reserve_bytes: the part of a common card that the model cannot use.
+        time_limit_s: seconds for all solves.
+    """
+
+    chunks: int
+    schedule: Schedule
+    recompute: Recompute | dict[str, Recompute]
+    cache_bytes: dict[str, int]
+    reserve_bytes: int
+    time_limit_s: float
+
+
+def estimated(
+    profile: Profile, cluster: Cluster | None, asked: Asked, smaller: SmallerBatches | None = None
+) -> Estimate:
+    """Return the estimate of a profile's memory on devices.
+
+    Args:
+        profile: the memory of each layer; times do not count.
+        cluster: the devices; None for one device without a limit.
+        asked: the assumptions.
+        smaller: smaller micro-batches to try; None for no others.
+
+    Raises:
+        InputError: the figures are too large to add up.
+    """
+    search = MemorySearch(profile, cluster, asked)
+    placement, fits = search.best()
+    changes: tuple[Change, ...] = ()
+    cards: tuple[CardCount, ...] = ()
+    notes: list[str] = []
+    if cluster is None:
+        cards = tuple(search.cards())
+    elif fits is False:
+        changes = tuple(search.changes(smaller))
+    if search.ran_out:
+        notes.append(
+            f"the time limit of {asked.time_limit_s:g} s ended before everything was solved; a"
+            " larger time_limit_s may find more"
+        )
+    training = profile.training
+    return Estimate(
+        model=profile.model,
+        training=training,
+        optimizer=profile.optimizer if training else None,
+        batch_size=profile.batch_size,
+        chunks=asked.chunks if training else 1,
+        schedule=asked.schedule,
+        fits=fits,
+        proven=placement.status == "optimal",
+        devices=search.device_estimates(placement),
+        recompute=placement.recompute,
+        layer_devices=placement.layer_devices,
+        changes=changes,
+        cards=cards,
+        notes=tuple(notes),
+    )
+
+
+class MemorySearch:
+    """Solves for the placement that needs the least memory, and for changes of the question.
+
+    Args:
+        profile: the memory of each layer.
+        cluster: the devices; None for one device without a limit.
+        asked: the assumptions.
+
+    Attributes:
+        ran_out: whether the time ended before everything was solved.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster | None, asked: Asked) -> None:
+        self._profile = with_cache(_untimed(profile), asked.cache_bytes)
+        self._unlimited = cluster is None
+        self._cluster = _untyped(cluster or sized_cluster([LARGEST_BYTES], 0))
+        self._asked = asked
+        # only solves count: estimates of smaller micro-batches may take longer
+        self._left_s = asked.time_limit_s
+        self.ran_out = False
+
+    def best(self) -> tuple[Placement, bool | None]:
+        """Return the placement by memory, and whether it fits; None if that is unknown.
+
+        Where nothing fits, the largest devices hold more than their limit, as little as possible.
+
+        Raises:
+            InputError: no placement exists, whatever the memory.
+        """
+        within = self._solved(self._cluster)
+        if within is not None and within.layer_devices:
+            return within, None if self._unlimited else True
+        beyond = self._solved(self._grown(), always=True)
+        if beyond is None or not beyond.layer_devices:
+            reason = beyond.infeasible.text if beyond is not None and beyond.infeasible else ""
+            raise InputError(
+                f"the layers cannot be placed on these devices, whatever their memory: {reason}"
+                if reason
+                else "no placement was found in time; allow more with time_limit_s"
+            )
+        is_proven = within is not None and within.status == "infeasible"
+        return beyond, False if is_proven else None
+
+    def device_estimates(self, placement: Placement) -> tuple[DeviceEstimate, ...]:
+        """Return the memory of each device under a placement, with the limits that were given."""
+        cached = dict.fromkeys((device.name for device in self._cluster.devices), 0)
+        for layer, size in self._asked.cache_bytes.items():
+            cached[placement.layer_devices[layer]] += size
+        return tuple(
+            DeviceEstimate(
+                device=load.device,
+                layers=load.layers,
+                memory=_without_cache(load.memory, cached[load.device]),
+                cache_bytes=cached[load.device],
+                total_bytes=load.memory.total_bytes,
+                memory_bytes=None if self._unlimited else device.memory_bytes,
+                limit_bytes=None if self._unlimited else device.usable_bytes,
+            )
+            for load, device in zip(placement.devices, self._cluster.devices, strict=True)
+        )
+
+    def cards(self) -> Iterator[CardCount]:
+        """Yield the smallest number of common cards on which the model fits, by size.
+
+        Cards that are larger than one that suffices alone are left out.
+        """
+        for size in CARDS_BYTES:
+            if size <= self._asked.reserve_bytes:
+                continue
+            one = _untyped(sized_cluster([size], self._asked.reserve_bytes))
+            found = self._fewest(partial(_cards, one))
+            if found is None:
+                continue
+            count, placement, cluster = found
+            total, limit = _fullest(placement, cluster)
+            yield CardCount(memory_bytes=size, devices=count, total_bytes=total, limit_bytes=limit)
+            if count == 1:
+                return
+
+    def changes(self, smaller: SmallerBatches | None) -> Iterator[Change]:
+        """Yield the smallest changes with which the model fits, each alone.
+
+        A smaller micro-batch is combined with recomputation where neither suffices alone.
+
+        Args:
+            smaller: smaller micro-batches to try; None for no others.
+        """
+        batch = self._smaller_batch(smaller, self._asked.recompute)
+        if batch is not None:
+            yield batch
+        again = self._recomputing()
+        if again is not None:
+            yield again
+        elif batch is None and self._may_recompute():
+            both = self._smaller_batch(smaller, "auto")
+            if both is not None:
+                yield both
+        yield from self._one_more()
+        yield from self._larger()
+
+    def _smaller_batch(
+        self, batches: SmallerBatches | None, recompute: Recompute | dict[str, Recompute]
+    ) -> Change | None:
+        """Return the largest smaller micro-batch that fits and divides the batch alike."""
+        now = self._profile.batch_size
+        sizes = () if batches is None else batches.sizes
+        if batches is None or not sizes or not self._fits_without_samples(recompute):
+            return None
+        best: tuple[Profile, Placement, int] | None = None
+        low, high = 0, len(sizes)
+        while low < high and not self._over():
+            middle = (low + high) // 2
+            size = sizes[middle]
+            smaller, cache = batches.estimated(size)
+            profile = with_cache(_untimed(smaller), cache)
+            chunks = self._asked.chunks * (now // size)
+            found = self._solved(self._cluster, profile=profile, chunks=chunks, recompute=recompute)
+            if found is not None and found.layer_devices:
+                best, low = (profile, found, chunks), middle + 1
+            else:
+                high = middle
+        if best is None:
+            return None
+        profile, found, chunks = best
+        what = "micro-batches" if self._profile.training else "batches"
+        text = f"{what} of {profile.batch_size} instead of {now}"
+        if found.recompute:
+            text += f", and recompute on {_names(found.recompute)}"
+        return self._change("batch-size", text, found, self._cluster, profile.batch_size, chunks)
+
+    def _fits_without_samples(self, recompute: Recompute | dict[str, Recompute]) -> bool:
+        """Return whether parameters and their state fit: otherwise no micro-batch is small enough.
+
+        This saves the estimates of smaller micro-batches.
+        """
+        found = self._solved(
+            self._cluster, profile=_state_alone(self._profile), recompute=recompute
+        )
+        return found is not None and found.status != "infeasible"
+
+    def _may_recompute(self) -> bool:
+        return self._profile.training and self._asked.recompute == "never"
+
+    def _recomputing(self) -> Change | None:
+        if not self._may_recompute():
+            return None
+        found = self._solved(self._cluster, recompute="auto")
+        if found is None or not found.layer_devices:
+            return None
+        text = f"recompute on {_names(found.recompute)}"
+        return self._change("recompute", text, found, self._cluster)
+
+    def _one_more(self) -> Iterator[Change]:
+        """Yield the smallest number of further devices like the largest one."""
+        largest = max(self._cluster.devices, key=lambda device: device.usable_bytes)
+        found = self._fewest(partial(with_more, self._cluster))
+        if found is not None:
+            more, placement, cluster = found
+            text = f"{devices_text([largest.memory_bytes] * more)} more"
+            yield self._change("devices", text, placement, cluster)
+
+    def _larger(self) -> Iterator[Change]:
+        """Yield the smallest memory of one of the largest devices, and of all of them."""
+        numbers = self._largest()
+        for chosen in ([numbers[:1]] if len(numbers) > 1 else []) + [numbers]:
+            found = self._solved(self._grown(chosen))
+            if found is None or not found.layer_devices:
+                continue
+            needed = max(found.devices[number].memory.total_bytes for number in chosen)
+            usable = [device.usable_bytes for device in self._cluster.devices]
+            before = self._cluster.devices[chosen[0]].memory_bytes
+            for number in chosen:
+                usable[number] = max(usable[number], needed)
+            cluster = with_sizes(self._cluster, usable)
+            size = cluster.devices[chosen[0]].memory_bytes
+            text = (
+                f"{number_text(len(chosen), 'device')} of {needed_text(size)} instead of"
+                f" {size_text(before)}"
+            )
+            yield self._change("memory", text, found, cluster)
+
+    def _largest(self) -> list[int]:
+        """Return the numbers of the devices with the most memory."""
+        usable = [device.usable_bytes for device in self._cluster.devices]
+        return [number for number, size in enumerate(usable) if size == max(usable)]
+
+    def _grown(self, numbers: Sequence[int] | None = None) -> Cluster:
+        """Return the cluster with unlimited memory of the largest devices, or of those given.
+
+        Without a fitting placement, the smallest possible largest use then is on one of them: it
+        exceeds the limits of all devices.
+        """
+        chosen = self._largest() if numbers is None else numbers
+        usable = [device.usable_bytes for device in self._cluster.devices]
+        for number in chosen:
+            usable[number] = LARGEST_BYTES - self._cluster.devices[number].reserve_bytes
+        return with_sizes(self._cluster, usable)
+
+    def _fewest(self, cluster: Callable[[int], Cluster]) -> tuple[int, Placement, Cluster] | None:
+        """Return the smallest number of devices that fit, by doubling and halving.
+
+        A placement on fewer devices is one on more, so what fits on some number fits on any larger
+        one.
+
+        Args:
+            cluster: returns the devices for a number.
+        """
+        most = min(MOST_MORE, MAX_DEVICES - len(self._cluster.devices), len(self._profile.layers))
+        low, high = 1, 1
+        best: tuple[int, Placement, Cluster] | None = None
+        while best is None and low <= most:
+            high = min(max(high, low), most)
+            best = self._on(high, cluster)
+            if best is None:
+                low, high = high + 1, 2 * high
+        while best is not None and low < best[0] and not self._over():
+            middle = (low + best[0]) // 2
+            found = self._on(middle, cluster)
+            if found is None:
+                low = middle + 1
+            else:
+                best = found
+        return best
+
+    def _on(
+        self, count: int, cluster: Callable[[int], Cluster]
+    ) -> tuple[int, Placement, Cluster] | None:
+        devices = cluster(count)
+        found = self._solved(devices)
+        return None if found is None or not found.layer_devices else (count, found, devices)
+
+    def _change(
+        self,
+        kind: str,
+        text: str,
+        placement: Placement,
+        cluster: Cluster,
+        batch_size: int | None = None,
+        chunks: int | None = None,
+    ) -> Change:
+        total, limit = _fullest(placement, cluster)
+        return Change.model_validate(
+            {
+                "kind": kind,
+                "change": text,
+                "batch_size": batch_size or self._profile.batch_size,
+                "chunks": chunks or (self._asked.chunks if self._profile.training else 1),
+                "recompute": placement.recompute,
+                "devices": len(cluster.devices),
+                "memory_bytes": tuple(device.memory_bytes for device in cluster.devices),
+                "total_bytes": total,
+                "limit_bytes": limit,
+            }
+        )
+
+    def _solved(
+        self,
+        cluster: Cluster,
+        *,
+        profile: Profile | None = None,
+        chunks: int | None = None,
+        recompute: Recompute | dict[str, Recompute] | None = None,
+        always: bool = False,
+    ) -> Placement | None:
+        """Return the solver's answer, or None if no time is left.
+
+        Args:
+            cluster: the devices.
+            profile: instead of the profile itself.
+            chunks: instead of the number that was asked for.
+            recompute: instead of the rule that was asked for.
+            always: solve even if the time is over, for a moment.
+        """
+        left_s, began = self._left_s, monotonic()
+        if left_s <= 0 and not always:
+            self.ran_out = True
+            return None
+        asked = self._asked
+        answer = solve(
+            PlacementRequest(
+                profile=profile or self._profile,
+                cluster=cluster,
+                objective="memory",
+                chunks=(chunks or asked.chunks) if self._profile.training else 1,
+                schedule=asked.schedule,
+                constraints=Constraints(
+                    recompute=(asked.recompute if recompute is None else recompute)
+                    if self._profile.training
+                    else "never"
+                ),
+                time_limit_s=max(0.5, min(left_s, LONGEST_SOLVE_S)),
+            )
+        )
+        self._left_s -= monotonic() - began
+        if answer.status == "unknown":
+            self.ran_out = True
+        return answer
+
+    def _over(self) -> bool:
+        is_over = self._left_s <= 0
+        self.ran_out = self.ran_out or is_over
+        return is_over
+
+
+def with_cache(profile: Profile, cache_bytes: Mapping[str, int]) -> Profile:
+    """Return the profile with the keys and values of each layer among its buffers."""
+    if not cache_bytes:
+        return profile
+    layers = tuple(
+        layer.model_copy(
+            update={"buffer_bytes": layer.buffer_bytes + cache_bytes.get(layer.name, 0)}
+        )
+        for layer in profile.layers
+    )
+    return profile.model_copy(update={"layers": layers})
+
+
+def _without_cache(memory: MemoryUse, cache_bytes: int) -> MemoryUse:
+    return memory.model_copy(update={"buffer_bytes": memory.buffer_bytes - cache_bytes})
+
+
+def _untimed(profile: Profile) -> Profile:
+    """Return the profile with times of zero on the one type of devices, as the solver needs."""
+    times = {DEVICE_TYPE: 0.0}
+    unmeasured: dict[str, dict[str, float]] = {
+        "forward_ms": times,
+        "backward_ms": times if profile.training else {},
+        **{name: {} for name in ("weight_grad_ms", "optimizer_ms", "spread", "host_ms")},
+    }
+    layers = tuple(layer.model_copy(update=unmeasured) for layer in profile.layers)
+    return profile.model_copy(update={"layers": layers, "cluster": None})
+
+
+def _untyped(cluster: Cluster) -> Cluster:
+    devices = tuple(device.model_copy(update={"type": DEVICE_TYPE}) for device in cluster.devices)
+    return cluster.model_copy(update={"devices": devices})
+
+
+def _state_alone(profile: Profile) -> Profile:
+    """Return the profile with the memory that does not depend on the number of samples."""
+    per_sample = dict.fromkeys(_PER_SAMPLE, 0)
+    layers = tuple(layer.model_copy(update=per_sample) for layer in profile.layers)
+    edges = tuple(
+        edge.model_copy(update={"bytes": 0, "gradient_bytes": 0, "retained_bytes": 0})
+        for edge in profile.edges
+    )
+    return profile.model_copy(update={"layers": layers, "edges": edges})
+
+
+def _fullest(placement: Placement, cluster: Cluster) -> tuple[int, int]:
+    """Return the memory of the device with the least free memory, and its limit, in bytes."""
+    uses = [
+        (load.memory.total_bytes, device.usable_bytes)
+        for load, device in zip(placement.devices, cluster.devices, strict=True)
+    ]
+    return max(uses, key=lambda use: use[0] - use[1])
+
+
+def _cards(one: Cluster, count: int) -> Cluster:
+    """Return a number of devices like the only one of a cluster."""
+    return with_more(one, count - 1)
+
+
+def _names(devices: Sequence[str]) -> str:
+    return ", ".join(devices)

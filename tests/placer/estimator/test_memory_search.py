@@ -1,0 +1,229 @@
+"""Placements by memory against brute force over cuts, and changes at their exact boundaries."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from placer.estimator.device_sizes import cluster_of
+from placer.estimator.memory_search import Asked, SmallerBatches, estimated
+from placer.schema import Change, Edge, Estimate, Layer, Profile
+
+ASKED = Asked(
+    chunks=1,
+    schedule="1f1b",
+    recompute="never",
+    cache_bytes={},
+    reserve_bytes=0,
+    time_limit_s=30.0,
+)
+
+
+def chain(
+    params: list[int],
+    edges: list[int] | None = None,
+    workspaces: list[int] | None = None,
+    training: bool = False,
+    saved: int = 0,
+    batch_size: int = 1,
+) -> Profile:
+    """Layers in a row; ``edges[i]`` leaves layer i. In training, the optimizer has two copies."""
+    names = [f"l{index}" for index in range(len(params))]
+    edges = edges or [0] * (len(params) - 1)
+    workspaces = workspaces or [0] * len(params)
+    return Profile(
+        layers=tuple(
+            Layer(
+                name=name,
+                forward_ms={"t": 1.0},
+                backward_ms={"t": 1.0} if training else {},
+                param_bytes=size,
+                grad_bytes=size if training else 0,
+                optimizer_bytes=2 * size if training else 0,
+                saved_bytes=saved,
+                forward_workspace_bytes=work,
+            )
+            for name, size, work in zip(names, params, workspaces, strict=True)
+        ),
+        edges=tuple(
+            Edge(source=one, targets=(other,), bytes=size)
+            for (one, other), size in zip(pairwise(names), edges, strict=True)
+        ),
+        training=training,
+        batch_size=batch_size,
+    )
+
+
+def on(devices: str | None, profile: Profile, asked: Asked = ASKED) -> Estimate:
+    return estimated(profile, None if devices is None else cluster_of(devices, 0), asked)
+
+
+def use_of(params: list[int], edges: list[int], workspaces: list[int], layers: range) -> int:
+    """Return the memory of consecutive layers in inference: the worst moment of any of them."""
+    around = [0, *edges, 0]
+    moments = [around[layer] + around[layer + 1] + workspaces[layer] for layer in layers]
+    return sum(params[layer] for layer in layers) + max(moments, default=0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_fullest_device_uses_as_little_as_in_the_best_of_all_cuts(seed: int) -> None:
+    random = Random(seed)
+    count = 6
+    params = [random.choice((0, 10, 100, 250)) for _ in range(count)]
+    edges = [random.choice((1, 20, 90)) for _ in range(count - 1)]
+    works = [random.choice((0, 15, 200)) for _ in range(count)]
+    best = min(
+        max(
+            use_of(params, edges, works, part)
+            for part in (range(first), range(first, second), range(second, count))
+        )
+        for first in range(count + 1)
+        for second in range(first, count + 1)
+    )
+    found = on("3x1MiB", chain(params, edges, works))
+    assert found.fits and found.proven
+    assert found.fullest.total_bytes == best
+
+
+@pytest.mark.parametrize(("missing", "fits"), [(0, True), (1, False)])
+def test_a_model_fits_on_exactly_the_bytes_that_it_needs(missing: int, fits: bool) -> None:
+    profile = chain([100, 100, 300, 100])  # 100 + 100 + 300 and 100, or 200 and 400
+    needed = on("2x1MiB", profile).fullest.total_bytes
+    assert needed == 400
+    assert on(f"2x{needed - missing}", profile).fits is fits
+
+
+def test_reported_parts_are_the_closed_forms_of_training() -> None:
+    found = on("4000", chain([100, 200], training=True, saved=7))
+    (device,) = found.devices
+    memory = device.memory
+    assert (memory.param_bytes, memory.grad_bytes, memory.optimizer_bytes) == (300, 300, 600)
+    assert memory.activation_bytes == 14
+    assert device.total_bytes == 1214
+    assert device.limit_bytes == 4000
+
+
+def change(found: Estimate, kind: str) -> Change:
+    (one,) = [one for one in found.changes if one.kind == kind]
+    return one
+
+
+def test_where_nothing_fits_the_smallest_larger_sizes_are_solved() -> None:
+    profile = chain([100, 100, 300, 100])
+    found = on("2x250", profile)
+    assert found.fits is False
+    assert found.fullest.total_bytes == 400
+    one, both = [one for one in found.changes if one.kind == "memory"]
+    assert one.memory_bytes == (400, 250) or one.memory_bytes == (250, 400)
+    assert both.memory_bytes == (400, 400)
+    for size, fits in ((400, True), (399, False)):
+        assert on(f"{size},250", profile).fits is fits
+
+
+def test_the_smallest_number_of_further_devices_is_solved() -> None:
+    profile = chain([100] * 7)
+    found = change(on("2x150", profile), "devices")
+    assert found.devices == 7
+    assert on("7x150", profile).fits
+    assert on("6x150", profile).fits is False
+
+
+def test_no_number_of_devices_is_offered_where_one_layer_alone_is_too_large() -> None:
+    found = on("2x200", chain([100, 300]))
+    assert {one.kind for one in found.changes} == {"memory"}
+
+
+def test_unlike_devices_are_filled_before_the_largest_is_grown() -> None:
+    found = on("300,100", chain([100, 100, 100, 100, 100]))
+    assert found.fits is False
+    assert [device.total_bytes for device in found.devices] == [400, 100]
+    assert change(found, "memory").memory_bytes == (400, 100)
+
+
+def test_recomputing_is_offered_where_it_suffices() -> None:
+    asked = Asked(
+        chunks=10,
+        schedule="fill-drain",
+        recompute="never",
+        cache_bytes={},
+        reserve_bytes=0,
+        time_limit_s=30.0,
+    )
+    profile = chain([10, 10], training=True, saved=100)
+    # 80 bytes of state; 10 micro-batches keep 2 x 100 bytes each, or only one of them does
+    assert on("2080", profile, asked).fits
+    found = on("1x1000", profile, asked)
+    again = change(found, "recompute")
+    assert again.recompute == ("cuda:0",)
+    assert again.total_bytes == 80 + 200
+
+
+def test_the_largest_smaller_micro_batch_that_fits_is_found() -> None:
+    asked: list[int] = []
+
+    def of(size: int) -> tuple[Profile, dict[str, int]]:
+        asked.append(size)
+        return chain([10], [], [100 * size], batch_size=size), {}
+
+    whole = of(12)[0]
+    batches = SmallerBatches([1, 2, 3, 4, 6], of)
+    found = estimated(whole, cluster_of([500], 0), ASKED, batches)
+    smaller = change(found, "batch-size")
+    assert smaller.batch_size == 4
+    assert smaller.total_bytes == 410
+    assert 6 in asked
+
+
+def test_micro_batches_are_not_estimated_where_the_parameters_alone_are_too_large() -> None:
+    def never(size: int) -> tuple[Profile, dict[str, int]]:
+        raise AssertionError(size)
+
+    found = estimated(
+        chain([600], [], [100], batch_size=2),
+        cluster_of([500], 0),
+        ASKED,
+        SmallerBatches([1], never),
+    )
+    assert found.fits is False
+    assert {one.kind for one in found.changes} == {"memory"}
+
+
+def test_without_devices_the_fewest_common_cards_are_solved() -> None:
+    gib = 2**30
+    found = on(None, chain([10 * gib] * 9))
+    assert found.fits is None
+    assert found.fullest.limit_bytes is None
+    assert found.fullest.total_bytes == 90 * gib
+    # whole layers: 2, 4 and 8 of them fit on a card
+    assert [(card.memory_bytes // gib, card.devices) for card in found.cards] == [
+        (24, 5),
+        (48, 3),
+        (80, 2),
+    ]
+
+
+def test_cards_larger_than_one_that_suffices_are_left_out() -> None:
+    found = on(None, chain([2**30]))
+    assert [(card.memory_bytes, card.devices) for card in found.cards] == [(24 * 2**30, 1)]
+
+
+def test_the_cache_is_placed_with_its_layers_and_reported_apart() -> None:
+    asked = Asked(
+        chunks=1,
+        schedule="1f1b",
+        recompute="never",
+        cache_bytes={"l1": 50, "l2": 70},
+        reserve_bytes=0,
+        time_limit_s=30.0,
+    )
+    found = on("2x1000", chain([100, 100, 100]), asked)
+    assert sum(device.cache_bytes for device in found.devices) == 120
+    assert sum(device.memory.buffer_bytes for device in found.devices) == 0
+    assert found.fullest.total_bytes == 250  # l0 and l1 with its cache; l2 alone has 170
+
+
+def test_an_estimate_is_read_back_as_it_was_written() -> None:
+    found = on("2x250", chain([100, 100, 300, 100]))
+    assert Estimate.model_validate_json(found.to_json()) == found
