@@ -175,7 +175,9 @@ def question(
             " here with profile_on_server=False"
         )
     module = _checked(model)
-    inputs = carried_inputs(module) if example_inputs is None else example_inputs
+    from placer.capture.input_forms import carried_inputs
+
+    inputs = carried_inputs(module, "suggest") if example_inputs is None else example_inputs
     sizes = _sizes(module, inputs, asked)
     # Find faults of the request before minutes of measuring.
     _request(asked, _expected(sizes, asked, None if there else _names(devices)))
@@ -448,27 +450,6 @@ def _profile_request(graph: Graph, devices: Any, asked: SuggestOptions) -> Profi
             f"a server measures the optimizers {', '.join(known)}, or None; not {optimizer!r}"
         )
     return ProfileRequest(graph=graph, devices=devices, optimizer=name, repeats=asked.repeats)
-
-
-def carried_inputs(model: nn.Module) -> Any:
-    """Return the example inputs that a model carries as an attribute.
-
-    Raises:
-        InputError: it carries none.
-    """
-    for name in ("example_input_array", "dummy_inputs"):
-        try:
-            carried = getattr(model, name, None)
-        except Exception:
-            # transformers computes dummy_inputs, which fails for some models.
-            continue
-        if carried is not None and not callable(carried):
-            return carried
-    raise InputError(
-        f"{type(model).__name__} carries no example inputs (example_input_array or dummy_inputs):"
-        " pass one micro-batch, suggest(model, x), suggest(model, (x, y)) or"
-        " suggest(model, {'input_ids': x})"
-    )
 
 
 def _found(placement: Placement, time_limit_s: float) -> Placement:

@@ -34,6 +34,7 @@ from placer.errors import (
 if TYPE_CHECKING:
     from placer import distributed, testing
     from placer.capture.capture import capture_graph
+    from placer.estimator.estimate import estimate
     from placer.evaluation.evaluate import evaluate
     from placer.executor.dataflow import DataFlow
     from placer.profiler.merge import merge_profiles
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
         BatchOptions,
         Cluster,
         Constraints,
+        Estimate,
+        EstimateOptions,
         Placement,
         PlacementRequest,
         Profile,
@@ -63,6 +66,8 @@ __all__ = [
     "Cluster",
     "Constraints",
     "DataFlow",
+    "Estimate",
+    "EstimateOptions",
     "InfeasibleError",
     "InputError",
     "MissingExtraError",
@@ -86,6 +91,7 @@ __all__ = [
     "UnreachableError",
     "capture_graph",
     "distributed",
+    "estimate",
     "evaluate",
     "gather_profile",
     "merge_profiles",
@@ -107,6 +113,8 @@ _HOMES = {
     "Cluster": "placer.schema",
     "Constraints": "placer.schema",
     "DataFlow": "placer.executor.dataflow",
+    "Estimate": "placer.schema",
+    "EstimateOptions": "placer.schema",
     "Placement": "placer.schema",
     "PlacementRequest": "placer.schema",
     "Profile": "placer.schema",
@@ -116,6 +124,7 @@ _HOMES = {
     "SolveOptions": "placer.schema",
     "SuggestOptions": "placer.schema",
     "capture_graph": "placer.capture.capture",
+    "estimate": "placer.estimator.estimate",
     "evaluate": "placer.evaluation.evaluate",
     "gather_profile": "placer.profiler.remote.gather",
     "merge_profiles": "placer.profiler.merge",

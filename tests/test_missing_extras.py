@@ -62,6 +62,7 @@ def run_without(extra: str, code: str, folder: Path) -> subprocess.CompletedProc
         "import placer; placer.profile",
         "import placer; placer.capture_graph",
         "import placer; placer.refine",
+        "import placer; placer.estimate",
         "import placer; placer.gather_profile",
         "import placer; placer.testing",
         "import placer; placer.distributed",
@@ -102,6 +103,7 @@ def test_without_the_servers_packages_the_error_names_the_extra(entry: str, tmp_
         ("server", ["serve"]),
         ("torch", ["demo"]),
         ("torch", ["profile", "placer.zoo:resnet18", "--input", "1x3x8x8"]),
+        ("torch", ["estimate", "placer.zoo:resnet18", "--input", "1x3x8x8"]),
         ("torch", ["suggest", "placer.zoo:resnet18", "--input", "1x3x8x8"]),
         ("torch", ["measure", "placer.zoo:resnet18", "placement.json", "--input", "1x3x8x8"]),
         (

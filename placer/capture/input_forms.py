@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer.errors import InputError, kind_of
 
@@ -36,6 +36,31 @@ def call_arguments(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], 
     if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
         return inputs, {}
     return (inputs,), {}
+
+
+def carried_inputs(model: nn.Module, function: str) -> Any:
+    """Return the example inputs that a model carries as an attribute.
+
+    Args:
+        model: the model.
+        function: the name of the function that takes the inputs, for the message.
+
+    Raises:
+        InputError: it carries none.
+    """
+    for name in ("example_input_array", "dummy_inputs"):
+        try:
+            carried = getattr(model, name, None)
+        except Exception:
+            # transformers computes dummy_inputs, which fails for some models.
+            continue
+        if carried is not None and not callable(carried):
+            return carried
+    raise InputError(
+        f"{type(model).__name__} carries no example inputs (example_input_array or dummy_inputs):"
+        f" pass one micro-batch, {function}(model, x), {function}(model, (x, y)) or"
+        f" {function}(model, {{'input_ids': x}})"
+    )
 
 
 def require_tensors(inputs: Any, leaves: Sequence[Any], name: str = "inputs") -> None:

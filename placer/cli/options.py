@@ -67,24 +67,33 @@ class Example:
     ] = field(default_factory=list)
 
     @users_code()
-    def load(self, spec: str) -> tuple[Any, Any]:
+    def load(self, spec: str, on_meta: bool = False) -> tuple[Any, Any]:
         """Return the model that a command line names, and its example inputs.
 
         Args:
             spec: ``package.module:callable``.
+            on_meta: make the model on ``meta`` where possible, without memory for its weights.
 
         Raises:
             InputError: there is no such model, or it carries no example inputs and none are given.
         """
         with extra("torch"):
+            from placer.capture.input_forms import carried_inputs
             from placer.cli.model_arguments import load_model, parse_inputs
-        from placer_client.suggest import carried_inputs
 
-        module = load_model(spec, self.arg)
+        def make() -> Any:
+            return load_model(spec, self.arg)
+
+        if on_meta:
+            from placer.estimator.meta_models import made_on_meta
+
+            module = made_on_meta(make)
+        else:
+            module = make()
         if self.input:
             return module, parse_inputs(self.input)
         try:
-            return module, carried_inputs(module)
+            return module, carried_inputs(module, "suggest")
         except InputError as error:
             kind = type(module).__name__
             raise InputError(

@@ -1,0 +1,182 @@
+"""Models of transformers from a configuration or a checkpoint folder, without their weights."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.errors import InputError, MissingExtraError
+from placer.estimator.meta_models import made_on_meta
+
+CONFIG = "config.json"
+DEFAULT_TOKENS = 1024
+"""Length of the default input in tokens, where the model allows so many."""
+
+_LOSS_MODELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
+"""Parts of the names of models whose labels have the shape of their tokens."""
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is a configuration of transformers, or a folder with one."""
+    return (path / CONFIG).is_file() if path.is_dir() else path.name.endswith(".json")
+
+
+def read_config(path: Path) -> Any:
+    """Return the configuration of transformers in a folder or a file.
+
+    Raises:
+        InputError: it is not such a configuration, or it needs code from elsewhere.
+        MissingExtraError: transformers is not installed.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {file}: {error}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise InputError(
+            f"{file} has no model_type, so it is not a configuration of transformers; for its"
+            " weights alone, name the safetensors files"
+        )
+    if content.get("quantization_config"):
+        raise InputError(
+            f"{file} describes quantised weights, whose layers are not known without them; name the"
+            " safetensors files for an estimate of the weights alone"
+        )
+    library = _transformers()
+    try:
+        return library.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+    except Exception as error:  # whatever transformers raises about a configuration
+        raise InputError(
+            f"transformers {library.__version__} cannot read {file}: {_first_line(error)}"
+        ) from error
+
+
+def model_of(config: Any, dtype: torch.dtype | None) -> nn.Module:
+    """Return the model that a configuration describes, on ``meta``.
+
+    Args:
+        config: of transformers.
+        dtype: of the parameters; None for the configuration's own, or else float32.
+
+    Raises:
+        InputError: transformers cannot make the model.
+    """
+    library = _transformers()
+    kind = dtype or _own_dtype(config) or torch.float32
+
+    def make() -> Any:
+        for name in getattr(config, "architectures", None) or ():
+            known = getattr(library, name, None)
+            if known is not None:
+                return known._from_config(config, dtype=kind)
+        return library.AutoModel.from_config(config, dtype=kind)
+
+    try:
+        model = made_on_meta(make)
+    except Exception as error:  # whatever transformers raises about a model
+        names = getattr(config, "architectures", None) or [config.model_type]
+        raise InputError(
+            f"transformers {library.__version__} cannot make {names[0]}: {_first_line(error)}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{type(config).__name__} makes no torch.nn.Module")
+    return model
+
+
+def default_inputs(
+    model: nn.Module, training: bool, shape: Sequence[int] | None = None, tokens: int | None = None
+) -> dict[str, Tensor]:
+    """Return inputs for one micro-batch of a model of transformers.
+
+    Args:
+        model: the model.
+        training: whether labels are added, so that the model computes its loss.
+        shape: of the main input; by default one sample of ``DEFAULT_TOKENS`` tokens, or one image
+            of the configuration's size.
+        tokens: largest default length; None for no limit.
+
+    Raises:
+        InputError: the model's main input is neither tokens nor images.
+    """
+    config: Any = model.config
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    if main == "pixel_values":
+        size = shape or (1, getattr(config, "num_channels", 3), *_image_size(config))
+        return {main: torch.zeros(tuple(size), dtype=_dtype_of(model), device="meta")}
+    if main != "input_ids":
+        raise InputError(
+            f"{type(model).__name__} reads {main!r}, whose shape is unknown; give the inputs, as in"
+            f" --input {main}=1x80x3000"
+        )
+    size = tuple(shape) if shape else (1, _length(config, tokens))
+    ids = torch.zeros(size, dtype=torch.int64, device="meta")
+    inputs = {main: ids}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids.clone()
+    named = type(model).__name__
+    if training and any(part in named for part in _LOSS_MODELS) and _takes(model, "labels"):
+        inputs["labels"] = ids.clone()
+    return inputs
+
+
+def reads_tokens(model: nn.Module) -> bool:
+    """Return whether the main input of a model of transformers are tokens."""
+    return str(getattr(model, "main_input_name", "")) == "input_ids"
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError(
+            "an estimate of a configuration or checkpoint needs transformers: pip install"
+            f" 'torch-placer[transformers]' ({_first_line(error)})"
+        ) from error
+    return transformers
+
+
+def _own_dtype(config: Any) -> torch.dtype | None:
+    for part in (config, config.get_text_config()):
+        # the name until transformers 4.55 was torch_dtype
+        for name in ("dtype", "torch_dtype"):
+            found = vars(part).get(name)
+            if isinstance(found, str):
+                found = getattr(torch, found.removeprefix("torch."), None)
+            if isinstance(found, torch.dtype):
+                return found
+    return None
+
+
+def _length(config: Any, tokens: int | None) -> int:
+    text = config.get_text_config()
+    known = [getattr(text, name, None) for name in _LENGTHS]
+    limits = [one for one in (*known, tokens) if isinstance(one, int) and one > 0]
+    return min(DEFAULT_TOKENS, *limits) if limits else DEFAULT_TOKENS
+
+
+def _image_size(config: Any) -> tuple[int, int]:
+    size = getattr(config, "image_size", None) or 224
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    floats = (one.dtype for one in model.parameters() if one.is_floating_point())
+    return next(floats, torch.float32)
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
