@@ -11,9 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.report.cluster import cluster_table
+from placer.report.estimate import estimate_table
 from placer.report.fitting import Fitting
 from placer.report.shares import share_texts
-from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile, Step, StepChoice
+from placer.schema import (
+    Cluster,
+    DeviceLoad,
+    Estimate,
+    Infeasibility,
+    Placement,
+    Profile,
+    Step,
+    StepChoice,
+)
 from placer.schema.base import Objective
 from placer.utils.units import bytes_text, count_text, ms_text
 
@@ -51,7 +61,7 @@ _STATUSES = {
 }
 
 
-def explain(subject: Placement | Profile | Cluster, width: int = 120) -> str:
+def explain(subject: Placement | Profile | Cluster | Estimate, width: int = 120) -> str:
     """Return the subject's table as plain text.
 
     Args:
@@ -64,14 +74,17 @@ def explain(subject: Placement | Profile | Cluster, width: int = 120) -> str:
     return captured.get()
 
 
-def table(subject: Placement | Profile | Cluster) -> RenderableType:
+def table(subject: Placement | Profile | Cluster | Estimate) -> RenderableType:
     """Return the subject as a rich table.
 
     Args:
         subject: a placement (for each device layers, compute, transfers and memory, with the
             bottleneck marked; then the proofs), a profile (for each layer times and memory; then
-            the devices) or a cluster (devices and links).
+            the devices), a cluster (devices and links) or an estimate (the answer, then the memory
+            of each device).
     """
+    if isinstance(subject, Estimate):
+        return estimate_table(subject)
     if isinstance(subject, Placement):
         return _placement(subject)
     if isinstance(subject, Profile):

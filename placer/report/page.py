@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from rich.console import Console
 
-from placer.report.charts import STYLE, Chart, bars, columns, drawing
+from placer.report.charts import STYLE, Bar, Chart, bars, columns, drawing
 from placer.report.cluster import cluster_table
+from placer.report.estimate import headline, remarks
 from placer.report.explain import proven, segment_texts
-from placer.report.pictures import device_bars, layer_charts, placed_chart
-from placer.schema import Cluster, Placement, PlacementRequest, Profile
-from placer.utils.units import bytes_text, count_text, ms_text
+from placer.report.pictures import device_bars, estimate_bars, layer_charts, placed_chart
+from placer.schema import Cluster, Estimate, Placement, PlacementRequest, Profile
+from placer.utils.units import Text, bytes_text, count_text, ms_text
 
 __all__ = ["html_report", "legend", "page"]
 
@@ -42,7 +43,8 @@ min-width:12rem;overflow-wrap:anywhere}}
 
 
 def html_report(
-    subject: Profile | Placement | PlacementRequest | Cluster, profile: Profile | None = None
+    subject: Profile | Placement | PlacementRequest | Cluster | Estimate,
+    profile: Profile | None = None,
 ) -> str:
     """Return a report with figures, charts of time and memory, and every layer.
 
@@ -59,6 +61,8 @@ def html_report(
         subject = subject.profile
     if isinstance(subject, Placement):
         return page(f"Placement of {subject.model or 'model'}", _placement(subject, profile))
+    if isinstance(subject, Estimate):
+        return page(f"Estimate of {subject.model or 'model'}", _estimate(subject))
     if isinstance(subject, Profile):
         return page(f"Profile of {subject.model or 'model'}", _profile(subject))
     return page("Devices and links", _cluster(subject))
@@ -94,13 +98,7 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
     if not placement.layer_devices:
         return [_list(facts)]
     sections = [_list([*facts, *segment_texts(placement)])]
-    for title, rows, text in device_bars(placement):
-        names = dict.fromkeys(
-            (name, color) for row in rows for name, color, value in row.values if value
-        )
-        sections.append(
-            f"<h2>{escape(title)}</h2>{legend(list(names))}{drawing(title, *bars(rows, text))}"
-        )
+    sections += [_bars(*chart) for chart in device_bars(placement)]
     if profile is not None and profile.batch_size != placement.batch_size:
         sections.append(
             "<p>The layers' times are left out: the profile that was given has micro-batches of "
@@ -110,10 +108,27 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
     # times of the same micro-batch size can be shown by device
     elif profile is not None:
         sections.append(_columns(placed_chart(placement, profile)))
-    sections.append(
-        "<h2>Layers</h2>" + _table(["layer", "device"], list(placement.layer_devices.items()))
-    )
+    sections.append(_places(placement.layer_devices))
     return sections
+
+
+def _estimate(estimate: Estimate) -> list[str]:
+    return [
+        _list([headline(estimate), *remarks(estimate)]),
+        _bars(*estimate_bars(estimate)),
+        _places(estimate.layer_devices),
+    ]
+
+
+def _bars(title: str, rows: Sequence[Bar], text: Text) -> str:
+    names = dict.fromkeys(
+        (name, color) for row in rows for name, color, value in row.values if value
+    )
+    return f"<h2>{escape(title)}</h2>{legend(list(names))}{drawing(title, *bars(rows, text))}"
+
+
+def _places(layer_devices: Mapping[str, str]) -> str:
+    return "<h2>Layers</h2>" + _table(["layer", "device"], list(layer_devices.items()))
 
 
 def _columns(chart: Chart) -> str:

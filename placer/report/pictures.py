@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from placer.report.charts import Bar, Chart, Part, bars, columns, drawing, legend
-from placer.schema import Layer, MemoryUse, Placement, Profile
+from placer.schema import Estimate, Layer, MemoryUse, Placement, Profile
 from placer.utils.units import Text, bytes_text, ms_text
 
-__all__ = ["device_bars", "layer_charts", "picture", "placed_chart"]
+__all__ = ["device_bars", "estimate_bars", "layer_charts", "picture", "placed_chart"]
 
 _MEMORY: dict[str, Callable[[Layer], int]] = {
     "weights and buffers": lambda layer: layer.param_bytes + layer.buffer_bytes,
@@ -27,13 +27,14 @@ _USES = {
 }
 
 
-def picture(subject: Profile | Placement) -> str:
+def picture(subject: Profile | Placement | Estimate) -> str:
     """Return a self-contained SVG file.
 
-    It shows time and memory by layer of a profile, or by device of a placement.
+    It shows time and memory by layer of a profile, or by device of a placement, or the memory of
+    each device of an estimate.
 
     Args:
-        subject: a profile, or a feasible placement.
+        subject: a profile, a feasible placement, or an estimate.
     """
     # sections are stacked: heading, legend, chart
     shapes, y = [], 0
@@ -43,19 +44,19 @@ def picture(subject: Profile | Placement) -> str:
         shapes.append(f'{heading}{names}<g transform="translate(0 {y + 20 + row})">{drawn}</g>')
         y += 20 + row + height + 16
     name = subject.model or "model"
-    return drawing(f"Time and memory of {name}", "".join(shapes), max(1, y), style=True)
+    shown = "Memory" if isinstance(subject, Estimate) else "Time and memory"
+    return drawing(f"{shown} of {name}", "".join(shapes), max(1, y), style=True)
 
 
 def _sections(
-    subject: Profile | Placement,
+    subject: Profile | Placement | Estimate,
 ) -> list[tuple[str, list[tuple[str, int]], tuple[str, int]]]:
     if isinstance(subject, Profile):
         return [
             (chart.title, _keys(chart.parts), columns(chart)) for chart in layer_charts(subject)
         ]
-    return [
-        (title, _bar_keys(rows), bars(rows, text)) for title, rows, text in device_bars(subject)
-    ]
+    shown = [estimate_bars(subject)] if isinstance(subject, Estimate) else device_bars(subject)
+    return [(title, _bar_keys(rows), bars(rows, text)) for title, rows, text in shown]
 
 
 def _keys(parts: Sequence[Part]) -> list[tuple[str, int]]:
@@ -148,6 +149,23 @@ def device_bars(placement: Placement) -> list[tuple[str, list[Bar], Text]]:
         for load in placement.devices
     ]
     return [("Time per micro-batch", times, ms_text), ("Memory", memory, bytes_text)]
+
+
+def estimate_bars(estimate: Estimate) -> tuple[str, list[Bar], Text]:
+    """Return bars of each device's memory and limit, the cache apart."""
+    rows = []
+    for one in estimate.devices:
+        uses = {**_uses(one.memory), "cache": float(one.cache_bytes)}
+        limit = "no limit" if one.limit_bytes is None else bytes_text(one.limit_bytes)
+        rows.append(
+            Bar(
+                one.device,
+                [(name, color, value) for color, (name, value) in enumerate(uses.items())],
+                f"{bytes_text(one.total_bytes)} of {limit}",
+                one.limit_bytes,
+            )
+        )
+    return "Memory", rows, bytes_text
 
 
 def _uses(memory: MemoryUse) -> dict[str, float]:
