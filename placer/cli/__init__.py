@@ -3,6 +3,7 @@
 command.py          all commands, and errors as exit codes with the line of the user's code
 profiling.py        profile, of several files and hosts too
 solving.py          solve, suggest
+estimating.py       estimate
 measuring.py        measure, refine
 showing.py          show, compare
 evaluating.py       evaluate

@@ -19,6 +19,7 @@ import placer
 from placer import errors
 from placer.cli import (
     caching,
+    estimating,
     evaluating,
     exporting,
     machine,
@@ -67,6 +68,7 @@ for command in (
     profiling.profile,
     solving.solve,
     solving.suggest,
+    estimating.estimate,
     measuring.measure,
     measuring.refine,
     showing.show,

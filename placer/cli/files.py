@@ -17,23 +17,50 @@ from placer.report.evaluation import evaluation_table
 from placer.report.explain import table
 from placer.report.refinement import refinement_table
 from placer.report.timeline import Measurement
-from placer.schema import Cluster, Evaluation, Placement, PlacementRequest, Profile, Progress
+from placer.schema import (
+    Cluster,
+    Estimate,
+    Evaluation,
+    Placement,
+    PlacementRequest,
+    Profile,
+    Progress,
+)
 from placer.schema.refinement import Refinement
 from placer.utils.atomic_files import write_whole
 
 WIDTH = 200
 """Characters of a line without a terminal; the widest table fits."""
 
-Answer = Profile | Placement | Refinement | Measurement | Evaluation
+Answer = Profile | Placement | Refinement | Measurement | Evaluation | Estimate
 """The result of a command."""
 
-Subject = Profile | Placement | PlacementRequest | Refinement | Cluster | Measurement | Evaluation
+Subject = (
+    Profile
+    | Placement
+    | PlacementRequest
+    | Refinement
+    | Cluster
+    | Measurement
+    | Evaluation
+    | Estimate
+)
 """The content of a file."""
 
 KINDS: dict[
     str,
-    type[Profile | Placement | PlacementRequest | Refinement | Cluster | Progress | Evaluation],
+    type[
+        Profile
+        | Placement
+        | PlacementRequest
+        | Refinement
+        | Cluster
+        | Progress
+        | Evaluation
+        | Estimate
+    ],
 ] = {
+    "weights_only": Estimate,
     "rounds": Refinement,
     "faults": Evaluation,
     "elapsed_s": Progress,
@@ -205,8 +232,8 @@ def _typed(content: Any, text: str, file: str) -> Subject | Progress:
             except InputError as error:
                 raise InputError(f"{_named(file)}: {error}") from error
     raise InputError(
-        f"{_named(file)} holds no profile, placement, request, refinement, cluster, measurement or"
-        " evaluation"
+        f"{_named(file)} holds no profile, placement, request, refinement, cluster, measurement,"
+        " evaluation or estimate"
     )
 
 

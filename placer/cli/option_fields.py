@@ -26,6 +26,7 @@ from placer.cli import option_words as words_of
 from placer.cli.terminal import extra, users_code
 from placer.schema import BatchOptions
 from placer.schema.base import Wire
+from placer.utils.units import parse_bytes
 
 O = TypeVar("O", bound=Wire)  # noqa: E741  # the kind of options
 Command = Callable[..., None]
@@ -195,6 +196,25 @@ SPELLED: dict[str, Spelled | None] = {
             "8,16",
         ),
         lambda given, _: words_of.sample_counts(given["batch_sizes"]),
+    ),
+    "dtype": Spelled(
+        _one(
+            "dtype",
+            str | None,
+            "--dtype",
+            "of parameters and floating-point inputs, as bfloat16; by default the model's own",
+        ),
+        lambda given, _: given["dtype"],
+    ),
+    "reserve_bytes": Spelled(
+        _one(
+            "reserve",
+            str | None,
+            "--reserve",
+            "memory of each device for the CUDA context and libraries; by default 512MiB",
+            "SIZE",
+        ),
+        lambda given, _: parse_bytes(given["reserve"]),
     ),
     "compile": Spelled(
         _one("compile", bool, "--compile", "measure stages as they run under torch.compile"),

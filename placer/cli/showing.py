@@ -24,7 +24,15 @@ from placer.report.comparison_page import comparison_report
 from placer.report.page import html_report
 from placer.report.pictures import picture
 from placer.report.timeline import Measurement
-from placer.schema import Cluster, Evaluation, Placement, PlacementRequest, Profile, Progress
+from placer.schema import (
+    Cluster,
+    Estimate,
+    Evaluation,
+    Placement,
+    PlacementRequest,
+    Profile,
+    Progress,
+)
 from placer.schema.refinement import Refinement
 
 Html = Annotated[
@@ -35,7 +43,7 @@ Html = Annotated[
         help="also write a report with pictures, all in one file",
     ),
 ]
-Shown = Profile | Placement | Refinement | Cluster | Measurement | Progress | Evaluation
+Shown = Profile | Placement | Refinement | Cluster | Measurement | Progress | Evaluation | Estimate
 
 
 def show(
@@ -43,8 +51,8 @@ def show(
         str,
         typer.Argument(
             metavar="FILE|-",
-            help="JSON of a profile, placement, request, refinement, cluster, measurement or"
-            " evaluation, or the progress of a solve on a service",
+            help="JSON of a profile, placement, request, refinement, cluster, measurement,"
+            " evaluation or estimate, or the progress of a solve on a service",
         ),
     ],
     html: Html = None,
@@ -102,7 +110,7 @@ def _without_request(subject: object) -> object:
     return subject.profile if isinstance(subject, PlacementRequest) else subject
 
 
-def _placed(subject: Shown, file: str) -> Profile | Placement | Cluster:
+def _placed(subject: Shown, file: str) -> Profile | Placement | Cluster | Estimate:
     """Return the part that can be drawn; of a refinement, its best placement."""
     if isinstance(subject, Measurement):
         raise InputError(f"{file} holds a measurement; placer measure --trace draws a measurement")
@@ -115,8 +123,10 @@ def _placed(subject: Shown, file: str) -> Profile | Placement | Cluster:
     return subject.placement if isinstance(subject, Refinement) else subject
 
 
-def _drawable(subject: Shown, file: str) -> Profile | Placement:
+def _drawable(subject: Shown, file: str) -> Profile | Placement | Estimate:
     subject = _placed(subject, file)
     if isinstance(subject, Cluster):
-        raise InputError(f"{file} holds a cluster; pictures are of profiles and placements")
+        raise InputError(
+            f"{file} holds a cluster; pictures are of profiles, placements and estimates"
+        )
     return subject

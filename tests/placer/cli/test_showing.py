@@ -41,7 +41,7 @@ def test_show_writes_reports_and_pictures(run: Run, chain_file: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["CLUSTER", "--svg", "x.svg"], "pictures are of profiles and placements"),
+        (["CLUSTER", "--svg", "x.svg"], "pictures are of profiles, placements and estimates"),
         (["CHAIN", "--html", "/no/such/x"], "cannot write /no/such/x: there is no folder /no/such"),
         (
             ["CHAIN", "--html", "x.html", "--profile", "CLUSTER"],

@@ -257,7 +257,7 @@ def test_a_server_that_is_not_there_is_exit_code_5(run: Run, chain_file: Path) -
     [
         ("{", "is not JSON"),
         ("", "stdin is empty; give JSON"),
-        ("[1]", "holds no profile, placement, request, refinement, cluster, measurement or"),
+        ("[1]", "holds no profile, placement, request, refinement, cluster, measurement,"),
         ('{"layers": []}', "at least 1 item"),
         ('{"layers": [{"name": "a", "forward_ms": {"cpu": -1}}]}', "greater than or equal to 0"),
         (
