@@ -13,6 +13,8 @@ from placer.errors import PlacerError
 from placer.schema import (
     Cluster,
     Comparison,
+    Estimate,
+    EstimateRequest,
     Evaluation,
     Node,
     Objective,
@@ -184,6 +186,10 @@ class AsyncClient(BaseClient):
     async def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
         """See ``Client.profile``."""
         return await self._carry_out(self._endpoints.profile(request, wait))
+
+    async def estimate(self, request: EstimateRequest) -> Estimate:
+        """See ``Client.estimate``."""
+        return await self._carry_out(self._endpoints.estimate(request))
 
     async def stored_profile(self, id: str) -> Profile:
         """See ``Client.stored_profile``."""

@@ -13,6 +13,8 @@ from placer.errors import PlacerError
 from placer.schema import (
     Cluster,
     Comparison,
+    Estimate,
+    EstimateRequest,
     Evaluation,
     Node,
     Objective,
@@ -303,6 +305,20 @@ class Client(BaseClient):
             ServerError: The service cannot answer, for example since it has no torch.
         """
         return self._carry_out(self._endpoints.profile(request, wait))
+
+    def estimate(self, request: EstimateRequest) -> Estimate:
+        """Estimate the memory of a captured graph by device, and whether it fits.
+
+        Args:
+            request: The graph, without weights, and the devices; see
+                ``placer.profiler.remote.sending.describe``.
+
+        Raises:
+            InputError: The service finds a fault in the graph or the devices.
+            UnreachableError: The service cannot be reached.
+            ServerError: The service cannot answer, for example since it has no torch.
+        """
+        return self._carry_out(self._endpoints.estimate(request))
 
     def stored_profile(self, id: str) -> Profile:
         """Return a profile that the service has; summaries of placements show its id."""

@@ -24,6 +24,8 @@ from placer.schema import (
     BatchAnswers,
     Cluster,
     Comparison,
+    Estimate,
+    EstimateRequest,
     Evaluation,
     Node,
     NodeList,
@@ -49,6 +51,9 @@ MAX_POLL_S = 20.0
 
 # Seconds that a measurement of the service's devices may take, as its default setting allows.
 MEASUREMENT_S = 300.0
+
+# Seconds that an estimate may take, which the service limits to 60.
+ESTIMATE_S = 60.0
 
 # Largest total size of a batch's questions in bytes, with shared fields counted for each. A service
 # accepts 16 MiB by default. It checks about 7 MB of expanded questions per second, which must take
@@ -380,6 +385,17 @@ class Endpoints(Sender):
                 # The service was killed in the meantime, and has lost the measurement.
                 reply = yield from self.send(post())
         return self.read(Profile, reply)
+
+    def estimate(self, request: EstimateRequest) -> Exchange[Estimate]:
+        """Request the estimate of a graph's memory."""
+        if not isinstance(request, EstimateRequest):
+            raise InputError(
+                f"the request is {kind_of(request)}; give a placer.schema.EstimateRequest with a"
+                " captured graph"
+            )
+        content = request.model_dump_json(exclude_defaults=True).encode()
+        reply = yield from self.send(Call("POST", "/v1/estimates", content, wait_s=ESTIMATE_S))
+        return self.read(Estimate, reply)
 
     def health(self) -> Exchange[Health]:
         """Request the service's health."""

@@ -20,6 +20,7 @@ with extra("server"):
     from .api.error_handlers import handle_errors
     from .api.routes import include_routes
     from .api.service import Service
+    from .jobs.estimates import Estimates
     from .jobs.evaluations import Evaluations
     from .jobs.measurements import Measurements
     from .jobs.peers import Peers
@@ -152,6 +153,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         validator=Validator(),
         solves=Solves(settings, store, metrics, app.state.solver, peers),
         evaluations=Evaluations(settings),
+        estimates=Estimates(settings),
         measurements=Measurements(settings, store, metrics),
         cluster=NodeCluster(settings),
         stream_quota=Quota(MAX_STREAMS, settings.client_share, "event streams", retry_s=5),

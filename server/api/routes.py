@@ -6,6 +6,7 @@ from fastapi import FastAPI
 
 from . import (
     batch,
+    estimates,
     evaluations,
     events,
     health,
@@ -25,6 +26,7 @@ ROUTERS = (
     evaluations.router,
     presentation.router,
     profiles.router,
+    estimates.router,
     nodes.router,
     pages.router,
     health.router,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
 
+from ..jobs.estimates import Estimates
 from ..jobs.evaluations import Evaluations
 from ..jobs.measurements import Measurements
 from ..jobs.solves import Solves
@@ -35,6 +36,7 @@ class Service:
         validator: Parser of request bodies.
         solves: Runner of the solves.
         evaluations: Runner of the evaluations of maps.
+        estimates: Runner of the estimates of graphs.
         measurements: Runner of the measurements of graphs.
         cluster: This node's devices.
         stream_quota: Limit on open event streams.
@@ -48,6 +50,7 @@ class Service:
     validator: Validator
     solves: Solves
     evaluations: Evaluations
+    estimates: Estimates
     measurements: Measurements
     cluster: NodeCluster
     stream_quota: Quota

@@ -7,12 +7,20 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from placer.schema import Batch, PlacementRequest
+from placer.schema import Batch, EstimateRequest, PlacementRequest
 from placer.schema.graph import ProfileRequest
 
 from ..judge.evaluation import CompareBody, EvaluateBody
 from ..problem import MEDIA_TYPE
-from .examples import batches, clusters, comparisons, evaluations, graphs, requests
+from .examples import (
+    batches,
+    clusters,
+    comparisons,
+    estimates,
+    evaluations,
+    graphs,
+    requests,
+)
 
 REF = "#/components/schemas/{model}"
 
@@ -99,6 +107,7 @@ _PATH_STATUSES = {
     ),
     ("/v1/profiles", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
     ("/v1/profiles/{id}", "get"): ("404", "422", "500", "501"),
+    ("/v1/estimates", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
     ("/v1/placements/{id}", "get"): ("404", "422", "500", "501"),
     ("/v1/placements/{id}", "delete"): ("404", "422", "500", "501"),
     ("/v1/cluster", "get"): ("404", "422", "501", "503"),
@@ -129,10 +138,14 @@ def _document(app: FastAPI) -> dict[str, Any]:
         schemas["PlacementRequest"] = schema
         schemas.update(graph.pop("$defs"))
         schemas["ProfileRequest"] = graph
+        estimate = EstimateRequest.model_json_schema(ref_template=REF)
+        estimate.pop("$defs")  # added with the two schemas above
+        schemas["EstimateRequest"] = estimate
         schemas["Problem"] = PROBLEM_SCHEMA
         paths = document["paths"]
         _describe_body(paths["/v1/placements"]["post"], "PlacementRequest", requests())
         _describe_body(paths["/v1/profiles"]["post"], "ProfileRequest", graphs())
+        _describe_body(paths["/v1/estimates"]["post"], "EstimateRequest", estimates())
         _describe_body(paths["/v1/nodes/{name}"]["put"], "Cluster", clusters())
         for model, path, examples in (
             (EvaluateBody, "/v1/placements:evaluate", evaluations()),

@@ -136,8 +136,8 @@ def batches() -> dict[str, dict[str, Any]]:
     }
 
 
-def graphs() -> dict[str, dict[str, Any]]:
-    """Return the examples of ``POST /v1/profiles``."""
+def _graph() -> dict[str, Any]:
+    """Return a linear layer in training, as a captured graph."""
     image = {"name": "x", "shape": [8, 16], "dtype": "float32", "batched": True}
     result = {**image, "name": "y", "differentiable": True, "source": "linear"}
     layer = {
@@ -158,7 +158,7 @@ def graphs() -> dict[str, dict[str, Any]]:
         "kind": "parameter",
         "requires_grad": True,
     }
-    graph = {
+    return {
         "model": "Example",
         "training": True,
         "batch_size": 8,
@@ -168,10 +168,24 @@ def graphs() -> dict[str, dict[str, Any]]:
         "outputs": ["y"],
         "layers": [layer],
     }
+
+
+def graphs() -> dict[str, dict[str, Any]]:
+    """Return the examples of ``POST /v1/profiles``."""
     return {
         "one layer": {
             "summary": "A linear layer of 16 features, measured on one device",
-            "value": {"schema_version": "2", "graph": graph, "devices": 1, "repeats": 2},
+            "value": {"schema_version": "2", "graph": _graph(), "devices": 1, "repeats": 2},
+        }
+    }
+
+
+def estimates() -> dict[str, dict[str, Any]]:
+    """Return the examples of ``POST /v1/estimates``."""
+    return {
+        "two cards": {
+            "summary": "Training of a linear layer of 16 features on two cards of 24 GiB",
+            "value": {"schema_version": "2", "graph": _graph(), "devices": "2x24GiB"},
         }
     }
 

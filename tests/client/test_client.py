@@ -11,9 +11,20 @@ import httpx
 import pytest
 
 from placer.errors import InputError, ServerError, TimeoutExceeded, UnreachableError
-from placer.schema import Batch, Cluster, Node, Placement, PlacementRequest
+from placer.schema import (
+    Batch,
+    Cluster,
+    DeviceEstimate,
+    Estimate,
+    EstimateRequest,
+    MemoryUse,
+    Node,
+    Placement,
+    PlacementRequest,
+)
 from placer_client import AsyncClient, Client, exchange
 from placer_client.event_stream import EventStream
+from placer_server.openapi import examples
 
 URL = "http://service.test"
 KEY = "0" * 32
@@ -199,6 +210,18 @@ def test_one_request_for_many_and_an_id_for_a_graph_are_told_what_to_ask_instead
         ask(Script(), "place_many", request_)
     with pytest.raises(InputError, match=r"the request is a str; .* stored_profile\(id\)"):
         ask(Script(), "profile", KEY)
+
+
+def test_an_estimate_is_asked_for_with_the_whole_graph(ask):
+    asked = EstimateRequest.model_validate(examples.estimates()["two cards"]["value"])
+    device = DeviceEstimate(device="cuda:0", layers=1, memory=MemoryUse(), total_bytes=5)
+    answer = Estimate(model="Example", devices=(device,))
+    script = Script((200, answer.model_dump_json().encode()))
+    assert ask(script, "estimate", asked) == answer
+    assert script.lines == ["POST /v1/estimates"]
+    assert EstimateRequest.model_validate_json(script.calls[0].content) == asked
+    with pytest.raises(InputError, match="the request is a dict; give a placer"):
+        ask(script, "estimate", {})
 
 
 def test_what_is_no_node_and_no_cluster_is_named_and_not_sent(ask):
