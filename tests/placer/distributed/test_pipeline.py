@@ -28,6 +28,7 @@ TIED = {
 REPLICATED = {
     "status": "feasible",
     "objective": "step",
+    "batch_size": 4,
     "layer_devices": dict.fromkeys(CHAIN, "cpu:0"),
     "replicas": {"cpu:0": [{"device": f"cpu:{index}", "samples": 1} for index in range(4)]},
 }
