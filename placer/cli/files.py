@@ -118,7 +118,7 @@ def print_table(subject: Answer | Cluster | Progress) -> None:
     if isinstance(subject, Measurement):
         people().print(subject)
     elif isinstance(subject, Evaluation):
-        people().print(evaluation_table(subject))
+        people().print(evaluation_table(subject), crop=False)
     elif isinstance(subject, Progress):
         people().print(_progress_text(subject), markup=False)
     else:

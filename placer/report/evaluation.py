@@ -24,8 +24,10 @@ def evaluation_table(found: Evaluation) -> RenderableType:
     Args:
         found: the evaluation of a map.
     """
+    style = "bold green" if found.valid else "bold red"
+    # one line whatever the width is, for readers of pipes and for search
     parts: list[RenderableType] = [
-        Text(verdict(found), style="bold green" if found.valid else "bold red")
+        Text(verdict(found), style=style, no_wrap=True, overflow="ignore")
     ]
     if len(found.faults) > 1:
         parts.append(Text("\n".join(f"fault       {fault.detail}" for fault in found.faults)))

@@ -164,3 +164,13 @@ def test_show_prints_an_evaluation_again(run: Run, blocks_file: Path, tmp_path: 
     answer = run("show", file, "--svg", tmp_path / "x.svg")
     assert answer.code == 2
     assert "holds an evaluation" in answer.err
+
+
+def test_the_first_line_of_an_evaluation_is_whole_in_a_narrow_terminal(
+    run: Run, blocks_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--from", "vllm", "--text", "2,2", "--profile", blocks_file)
+    evaluation = run("evaluate", *options).out
+    monkeypatch.setenv("COLUMNS", "50")
+    shown = run("show", "-", stdin=evaluation).out
+    assert shown.splitlines()[0].endswith("(1.33x faster)")
