@@ -8,11 +8,10 @@ therefore create and free the same storages as real runs, without memory and wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,28 +20,45 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.autograd.graph import GradientEdge
 
 from placer import devices
 from placer.capture import autocast
 from placer.capture.layers import Layer, LayerGraph, tensor_bytes
-from placer.devices.allocator.storage_watch import StorageLog
-from placer.errors import ProfilingError
-from placer.estimator.cuda_log import CudaLog
+from placer.errors import InputError, PlacerError, ProfilingError
 from placer.estimator.cuda_operations import CudaOperations
+from placer.estimator.cuda_workspaces import CudaWorkspaces
+from placer.profiler.backward_split.concurrent_passes import LANES
 from placer.profiler.cache.layer_cache import Remembered
-from placer.profiler.loss_measurement import Loss
+from placer.profiler.loss_measurement import Loss, as_run
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import measure_memory
 from placer.profiler.timing import LayerTime
-from placer.profiler.trial import Trial
+from placer.profiler.trial import Trial, bring_input
 
 # The fake tensors' device. Every build of torch can run autograd on it.
 _PLACE = torch.device("cpu", 0)
 
 
+class Estimated(NamedTuple):
+    """Measurements of fake runs, with times of 0.
+
+    Attributes:
+        layers: one for each layer, in order.
+        loss: of the loss; None without one.
+    """
+
+    layers: list[Measurement]
+    loss: Measurement | None
+
+
 def estimate_layers(
-    graph: LayerGraph, inputs: Sequence[Any], training: bool, on_gpu: bool
-) -> list[Measurement]:
+    graph: LayerGraph,
+    inputs: Sequence[Any],
+    training: bool,
+    on_gpu: bool,
+    loss: FakeLoss | None = None,
+) -> Estimated:
     """Estimate the memory of every layer of a graph; layers with equal signatures once.
 
     Args:
@@ -50,11 +66,10 @@ def estimate_layers(
         inputs: the model's inputs, in the order of ``graph.inputs``; only shapes and dtypes count.
         training: whether backward passes are estimated.
         on_gpu: whether kernels, workspaces and the allocator are CUDA's.
-
-    Returns:
-        One measurement for each layer, in order, with times of 0.
+        loss: reads the results; None for none.
 
     Raises:
+        InputError: if the loss fails on such results and its target.
         ProfilingError: if a layer cannot run on fake tensors; the message names it.
     """
     known = Remembered()
@@ -72,26 +87,40 @@ def estimate_layers(
                     raise _failure(layer, error) from error
                 written[layer.signature] = tuple(map(_fake_like, trial.writes))
             values.update(zip(layer.writes, written[layer.signature], strict=True))
-    return [found for layer in graph.layers if (found := known.get(layer)) is not None]
+        results = [_fake_like(values[name]) for name in graph.outputs]
+        row = None if loss is None else loss.estimate(graph, results, on_gpu)
+    return Estimated(
+        [found for layer in graph.layers if (found := known.get(layer)) is not None], row
+    )
 
 
-def estimate_loss(
-    loss: Loss, graph: LayerGraph, rows: Sequence[Measurement], on_gpu: bool
-) -> Measurement:
-    """Estimate the memory of a loss function, see ``Loss.measure``.
+class FakeLoss(Loss):
+    """A loss that runs on fake results, instead of being measured on a device."""
 
-    Args:
-        loss: the loss and its target.
-        graph: the layers, whose results the loss reads.
-        rows: the measurements of the layers.
-        on_gpu: as for ``estimate_layers``.
+    def estimate(self, graph: LayerGraph, results: Sequence[Any], on_gpu: bool) -> Measurement:
+        """Estimate the memory of the loss, where the tensors that it makes are fake.
 
-    Raises:
-        InputError: if it fails on such results and this target.
-    """
-    kind = _CudaTrial if on_gpu else Trial
-    with _without_devices(on_gpu):
-        return loss.run(graph, rows, _PLACE, partial(_estimated, training=True), on_gpu, kind)
+        Args:
+            graph: the layers, whose results the loss reads.
+            results: the results.
+            on_gpu: as for ``estimate_layers``.
+
+        Raises:
+            InputError: if the loss fails on such results and its target.
+        """
+        kind = _CudaTrial if on_gpu else Trial
+        try:
+            goals = [bring_input(goal, _PLACE) for goal in self.target]
+            layer = self._layer(graph, _PLACE)
+            trial = kind(layer, _PLACE, goals, list(results), graph.values, True)
+            return as_run(_estimated(trial, True), trial.reads, on_gpu)
+        except PlacerError:
+            raise
+        except Exception as error:  # a user's function may raise anything
+            failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise InputError(
+                f"loss_fn failed on {_PLACE}, for {self._given(graph)}: {failure}"
+            ) from error
 
 
 @contextmanager
@@ -105,10 +134,35 @@ def _without_devices(on_gpu: bool) -> Iterator[None]:
 
 
 class _CudaTrial(Trial):
-    """A trial on fake tensors whose memory is counted as on CUDA."""
+    """A trial on fake tensors whose passes take the workspaces of CUDA's libraries."""
 
-    def log(self) -> StorageLog:
-        return CudaLog(self.device, self.state, self.reads)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._workspaces = CudaWorkspaces()
+
+    @property
+    def weight_pass_bytes(self) -> int:
+        """Return the largest peak of a convolution's weight-gradient computation."""
+        return self._workspaces.weight_pass_bytes
+
+    def forward(self) -> None:
+        with self._workspaces:
+            super().forward()
+
+    def accumulate_alone(self, again: bool = False) -> None:
+        with self._workspaces:
+            super().accumulate_alone(again)
+
+    def backward_by_input(
+        self, edges: Sequence[GradientEdge], left_out: Collection[int], again: bool
+    ) -> tuple[Tensor | None, ...]:
+        with self._workspaces:
+            found = super().backward_by_input(edges, left_out, again)
+        # the address of a freed gradient may belong to a newer storage, which did not arrive
+        self.arrived = {
+            place: key for place, key in self.arrived.items() if self._workspaces.holds_ones(key)
+        }
+        return found
 
 
 def _trial(
@@ -145,8 +199,16 @@ def _estimated(trial: Trial, training: bool) -> Measurement:
         write_bytes = tuple(
             tensor_bytes(write) if isinstance(write, Tensor) else 0 for write in trial.writes
         )
-    # CUDA's allocator reserves memory in segments
-    memory = replace(memory, in_segments=training and isinstance(trial, _CudaTrial))
+    if training and isinstance(trial, _CudaTrial):
+        memory = replace(
+            memory,
+            # CUDA's allocator reserves memory in segments
+            in_segments=True,
+            # the profiler computes weight gradients outside the trial's passes
+            weight_grad_workspace_bytes=max(
+                memory.weight_grad_workspace_bytes, LANES * trial.weight_pass_bytes
+            ),
+        )
     return Measurement(LayerTime(0.0, 0.0, 0.0), memory, write_bytes)
 
 

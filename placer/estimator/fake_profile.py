@@ -14,15 +14,15 @@ from placer import schema
 from placer.capture.argument_checks import require_flags, require_module
 from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
-from placer.capture.layers import LayerGraph
+from placer.capture.layers import LayerGraph, Value
 from placer.devices import CPU, unobserved
-from placer.estimator.fake_layers import estimate_layers, estimate_loss
+from placer.estimator.fake_layers import FakeLoss, estimate_layers
 from placer.optimizers import OptimizerLike, OptimizerState
 from placer.profiler import profile_inputs
 from placer.profiler.loss_measurement import Loss, given_loss, with_loss
 from placer.profiler.profile import capture_each, refuse_absent_results
 from placer.profiler.profile_writer import write
-from placer.profiler.remote.replay import meta_inputs, rebuild
+from placer.profiler.remote.replay import rebuild
 from placer.schema.graph import Graph
 
 __all__ = ["estimated_graph_profile", "estimated_profile"]
@@ -90,7 +90,8 @@ def estimated_graph_profile(
     """
     rebuilt = rebuild(graph)
     with unobserved(), torch.inference_mode(False):
-        return _profile(rebuilt, meta_inputs(rebuilt), cluster, rebuilt.training, optimizer)
+        inputs = [_empty(rebuilt.values[name]) for name in rebuilt.inputs]
+        return _profile(rebuilt, inputs, cluster, rebuilt.training, optimizer)
 
 
 def _profile(
@@ -102,17 +103,28 @@ def _profile(
     loss: Loss | None = None,
 ) -> schema.Profile:
     on_gpu = {device.type: not device.type.startswith(CPU) for device in cluster.devices}
-    rows = {
-        is_gpu: estimate_layers(graph, inputs, training, is_gpu) for is_gpu in {*on_gpu.values()}
+    fake_loss = (
+        None if loss is None else FakeLoss(loss.function, loss.target, loss.structure, loss.layout)
+    )
+    found = {
+        is_gpu: estimate_layers(graph, inputs, training, is_gpu, fake_loss)
+        for is_gpu in {*on_gpu.values()}
     }
-    measured = {kind: rows[is_gpu] for kind, is_gpu in on_gpu.items()}
+    measured = {kind: found[is_gpu].layers for kind, is_gpu in on_gpu.items()}
     profile = write(
         graph, measured, training, OptimizerState(optimizer if training else None), cluster
     )
     if loss is None:
         return profile
-    losses = {is_gpu: estimate_loss(loss, graph, rows[is_gpu], is_gpu) for is_gpu in rows}
-    return with_loss(profile, graph, loss, {kind: losses[on_gpu[kind]] for kind in on_gpu})
+    losses = {
+        kind: row for kind, is_gpu in on_gpu.items() if (row := found[is_gpu].loss) is not None
+    }
+    return with_loss(profile, graph, loss, losses)
+
+
+def _empty(value: Value) -> Any:
+    """Return a model input on ``meta``; a number is 1."""
+    return 1 if value.dtype is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _near(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:

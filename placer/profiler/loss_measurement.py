@@ -11,7 +11,7 @@ a result; so it moves with that layer. Cached measurements of layers exclude it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,41 +88,20 @@ class Loss:
                 its value does not depend on a result.
             ProfilingError: if memory ran out.
         """
-        return self.run(
-            graph,
-            layers,
-            device,
-            lambda trial: measure_trial(trial, True, repeats),
-            recorded=device.type == "cuda",
-        )
-
-    def run(
-        self,
-        graph: LayerGraph,
-        layers: Sequence[Measurement],
-        device: torch.device,
-        measure: Callable[[Trial], Measurement],
-        recorded: bool,
-        kind: type[Trial] = Trial,
-    ) -> Measurement:
-        """Run the loss as a layer of its own, as ``measure`` does.
-
-        Args:
-            graph: the graph whose result the loss reads.
-            layers: the measurements of the graph's layers on this device.
-            device: where it runs.
-            measure: measures a trial.
-            recorded: whether passes are recorded as CUDA graphs.
-            kind: the class of the trial.
-        """
         try:
             with devices.current(device):
                 # the trial treats targets like state, and results like reads
                 goals = [bring_input(goal, device) for goal in self.target]
-                results = _results(graph, layers, device)
-                layer = self._layer(graph, device)
-                trial = kind(layer, device, goals, results, graph.values, True)
-                return as_run(measure(trial), trial.reads, recorded)
+                trial = Trial(
+                    self._layer(graph, device),
+                    device,
+                    goals,
+                    _results(graph, layers, device),
+                    graph.values,
+                    True,
+                )
+                measured = measure_trial(trial, True, repeats)
+                return as_run(measured, trial.reads, recorded=device.type == "cuda")
         except PlacerError:
             raise
         except Exception as error:  # a user's function may raise anything

@@ -98,7 +98,7 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
         allocator's peak (workspaces of libraries, rounding) is added to the workspaces.
     """
     trial.writes = trial.gradients = ()
-    log = trial.log()
+    log = StorageLog(trial.device, trial.state, trial.reads)
     noted: set[tuple[int, int]] = set()
 
     def note(tensor: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def _recorded_workspace(trial: Trial) -> int:
 
     0 if the layer cannot run so.
     """
-    log = trial.log()
+    log = StorageLog(trial.device, trial.state, trial.reads)
     trial.set_gradients(present=True)
     log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
     try:

@@ -14,7 +14,7 @@ from placer import devices
 from placer.capture.batch_counters import added_together, batch_counters
 from placer.capture.layers import Layer, Value
 from placer.capture.weight_grads.deferred import DeferWeightGradients, GradientQueue, ImmediateQueue
-from placer.devices.allocator.storage_watch import StorageLog, key_of
+from placer.devices.allocator.storage_watch import key_of
 
 
 class Trial:
@@ -68,10 +68,6 @@ class Trial:
         # Parameters come first: `backward_by_input` and `_forget_read_gradients` rely on this
         # order.
         self._leaves = self.parameters + [read for read in self._tensors() if read.requires_grad]
-
-    def log(self) -> StorageLog:
-        """Return a log of the storages that the layer creates, beyond its state and reads."""
-        return StorageLog(self.device, self.state, self.reads)
 
     @property
     def write_gradients(self) -> list[Tensor]:

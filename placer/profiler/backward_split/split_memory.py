@@ -77,7 +77,7 @@ def measure_halves(trial: Trial) -> Halves:
 
 
 def _measured(trial: Trial, again: bool) -> Halves:
-    log, waiting = trial.log(), _Waiting()
+    log, waiting = StorageLog(trial.device, trial.state, trial.reads), _Waiting()
     trial.set_gradients(present=True)
     log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
     try:

@@ -60,7 +60,7 @@ def replay(request: ProfileRequest) -> schema.Profile:
     for device in found:
         by_type.setdefault(type_name(device), device)
     optimizer = OptimizerState(request.optimizer if training else None)
-    inputs = meta_inputs(graph)
+    inputs = [_meta(graph.values[name]) for name in graph.inputs]
     steps = len({layer.signature for layer in graph.layers}) * len(by_type) + links_to_measure(
         found, None
     )
@@ -118,11 +118,6 @@ def _value(value: GraphValue) -> Value:
     )
     batch = 0 if value.batched else None
     return Value(value.name, value.shape, dtype, size, batch, value.differentiable, value.source)
-
-
-def meta_inputs(graph: LayerGraph) -> list[Any]:
-    """Return the inputs of a rebuilt graph on ``meta``; numbers are 1."""
-    return [_meta(graph.values[name]) for name in graph.inputs]
 
 
 def _meta(value: Value) -> Any:

@@ -1,4 +1,4 @@
-"""A log of storages that counts what CUDA's libraries take in addition.
+"""Workspaces that CUDA's libraries take in addition to the storages of tensors.
 
     forward      ┌ workspace ┐      cuDNN computes on tensor cores in the channels-last layout.
                  │           │      Tensors of another layout are copied first, and the result
@@ -20,13 +20,17 @@ aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placer.devices.allocator.storage_watch import StorageLog
+from placer import devices
+from placer.capture.export.nested_ops import run_under_mode
+from placer.devices.allocator.storage_watch import key_of
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -35,23 +39,56 @@ _FLOAT_BYTES = 4
 _QUERIES, _HEAD_PART = 128, 32
 
 
-class CudaLog(StorageLog):  # type: ignore[no-untyped-call]
-    """A storage log that adds the workspaces of convolutions and of flash attention."""
+class CudaWorkspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that creates and frees a tensor as large as an operation's workspace.
+
+    A storage log that was entered before counts these tensors.
+
+    Attributes:
+        weight_pass_bytes: the largest peak of a convolution's weight-gradient computation so far,
+            with its results.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.weight_pass_bytes = 0
+        self._ones: dict[int, weakref.ref[Any]] = {}
+
+    def holds_ones(self, key: int) -> bool:
+        """Return whether ``key`` is a live storage that was created full of ones.
+
+        Such are the gradients that a trial creates for its writes.
+        """
+        made = self._ones.get(key)
+        return made is not None and made() is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is _aten.convolution.default:
-            self._pass(_forward_bytes(result, *args))
+        if any(map(devices.dispatches, types)):
+            # the subclass decomposes the operation; the mode sees the operations inside
+            return NotImplemented
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return run_under_mode(self, func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if func is _aten.ones_like.default:
+            self._ones[key_of(result)] = weakref.ref(result.untyped_storage())
+        elif func is _aten.convolution.default:
+            _take(_forward_bytes(result, *args))
         elif func is _aten.convolution_backward.default:
-            self._pass(_backward_bytes(result, *args))
+            _take(_backward_bytes(result, *args))
+            made_bytes = sum(each.nbytes for each in result[1:] if each is not None)
+            weight_bytes = _weight_half_bytes(result[1], *args)
+            self.weight_pass_bytes = max(self.weight_pass_bytes, made_bytes + weight_bytes)
         elif func is _aten._scaled_dot_product_flash_attention_backward.default:
-            self._pass(_flash_backward_bytes(*args))
+            _take(_flash_backward_bytes(*args))
         return result
 
-    def _pass(self, size_bytes: int) -> None:
-        """Count bytes that an operation takes and gives back."""
-        if size_bytes > 0:
-            self._changes += [size_bytes, -size_bytes]
+
+def _take(size_bytes: int) -> None:
+    """Create and free a tensor."""
+    if size_bytes > 0:
+        torch.empty(size_bytes, dtype=torch.uint8)
 
 
 def _forward_bytes(result: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
@@ -61,13 +98,18 @@ def _forward_bytes(result: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int
 
 def _backward_bytes(results: Any, gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
     """Return the peak of both halves beyond the results, which exist at the end."""
-    groups = rest[-2]
     of_x, of_weight = results[:2]
-    input_bytes = _copies_bytes(x, weight, groups, (gradient, weight, of_x))
-    weight_bytes = _copies_bytes(x, weight, groups, (gradient, x, of_weight))
+    input_bytes = _copies_bytes(x, weight, rest[-2], (gradient, weight, of_x))
+    weight_bytes = _weight_half_bytes(of_weight, gradient, x, weight, *rest)
     # the gradient of the weight does not exist yet while the input's is computed
     later = of_weight.nbytes if isinstance(of_weight, Tensor) else 0
     return max(input_bytes - later, weight_bytes)
+
+
+def _weight_half_bytes(
+    of_weight: Tensor | None, gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any
+) -> int:
+    return _copies_bytes(x, weight, rest[-2], (gradient, x, of_weight))
 
 
 def _copies_bytes(x: Tensor, weight: Tensor, groups: int, operands: tuple[Any, ...]) -> int:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from placer.estimator.cuda_log import CudaLog
+from placer.devices.allocator.storage_watch import StorageLog
 from placer.estimator.cuda_operations import CudaOperations
+from placer.estimator.cuda_workspaces import CudaWorkspaces
 
 BATCH, INSIDE, OUTSIDE, SIZE = 2, 8, 16, 12
 
@@ -33,8 +34,8 @@ def _weight(kernel: int, dtype: torch.dtype = torch.bfloat16, inside: int = INSI
 
 def _extra_bytes(x: Tensor, weight: Tensor, groups: int = 1) -> int:
     """Return the peak of a convolution beyond its result."""
-    log = CudaLog(x.device, [weight], [x])
-    with log:
+    log = StorageLog(x.device, [weight], [x])
+    with log, CudaWorkspaces():
         result = functional.conv2d(x, weight, padding=weight.shape[-1] // 2, groups=groups)
     return log.peak_bytes() - result.nbytes
 
@@ -67,8 +68,8 @@ def test_the_backward_pass_of_a_convolution_copies_the_operands_of_one_half_at_a
     x, weight = _images(requires_grad=True), _weight(3).requires_grad_()
     result = functional.conv2d(x, weight, padding=1)
     gradient = torch.empty_like(result)
-    log = CudaLog(x.device, [weight], [x, result, gradient])
-    with log:
+    log = StorageLog(x.device, [weight], [x, result, gradient])
+    with log, CudaWorkspaces():
         gradients = torch.autograd.grad(result, [x, weight], gradient)
     assert [made.shape for made in gradients] == [x.shape, weight.shape]
     # both halves read the result's gradient, and one of input and weight; they make the other
@@ -82,8 +83,8 @@ def test_flash_attention_sums_the_gradient_of_queries_in_float32() -> None:
     key = torch.empty(batch, 2, length, size, dtype=torch.bfloat16, requires_grad=True)
     seen = functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
     gradient = torch.empty_like(seen)
-    log = CudaLog(query.device, [], [query, key, seen, gradient])
-    with log:
+    log = StorageLog(query.device, [], [query, key, seen, gradient])
+    with log, CudaWorkspaces():
         torch.autograd.grad(seen, [query], gradient)
     # 200 queries are 2 blocks of 128, and 40 numbers of a head 2 parts of 32
     sums_bytes = 4 * batch * heads * 256 * (64 + 1)
