@@ -67,7 +67,7 @@ def _estimate(case: Case, known: dict[str, float]) -> Estimate:
     inputs, _ = case.batch(torch.device("meta"), case.micro_batch)
     model = case.make(torch.device("meta"))
     found = estimated_profile(model, inputs, Cluster(devices=(_DEVICE,)), training=case.training)
-    # one micro-batch by hand, as it was measured: no recorded passes, nothing else in flight
+    # the GPU run had one micro-batch in flight, and its passes were not recorded
     by_hand = Constraints(contiguous=False)
     placement = solve(PlacementRequest(profile=found, objective="memory", constraints=by_hand))
     estimated = placement.devices[0].memory.total_bytes

@@ -15,7 +15,7 @@ micro-batches of a step, or PipeDream's estimate, with one exchange for each mic
                       2 * values at either end / bandwidth / m )
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
-section 3.1; the formulas are those of ``optimizer_graph_hierarchical.py`` in
+section 3.1. Formulas: ``optimizer_graph_hierarchical.py`` in
 github.com/msr-fiddle/pipedream, commit 7db6a1c.
 """
 

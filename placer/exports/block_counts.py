@@ -114,11 +114,7 @@ class BlockCounts(Format):
             InputError: there are more stages than devices, the counts do not add up, or a stage
                 ends inside a unit of several blocks.
         """
-        if len(counts) > len(devices):
-            raise InputError(
-                f"{self.title} states {count_text(len(counts), 'stage')}, and there are "
-                f"{count_text(len(devices), 'device')}; give as many devices as stages"
-            )
+        self.refuse_more_stages(len(counts), devices)
         units = self.units(layers)
         total = known_blocks(units)
         if sum(counts) != total:

@@ -76,11 +76,7 @@ class ChildCounts(Format):
             InputError: there are more stages than devices, the counts do not add up, or a stage
                 ends inside a unit of several children.
         """
-        if len(counts) > len(devices):
-            raise InputError(
-                f"{self.title} states {count_text(len(counts), 'stage')}, and there are "
-                f"{count_text(len(devices), 'device')}; give as many devices as stages"
-            )
+        self.refuse_more_stages(len(counts), devices)
         children = _numbered(self._keys(layers))
         if sum(counts) < len(children):
             raise InputError(

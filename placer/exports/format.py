@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from placer.errors import PlacementError
+from placer.errors import InputError, PlacementError
 from placer.exports.plan import Plan, Segment, placed_units, segments
 from placer.exports.units import Unit
 from placer.schema.base import FormatName
 from placer.schema.export import Export
 from placer.schema.request import PlacementRequest
+from placer.utils.units import count_text
 
 
 class Format(ABC):
@@ -141,6 +142,14 @@ class Format(ABC):
             InputError: the request demands what the format cannot express.
         """
         return request
+
+    def refuse_more_stages(self, stages: int, devices: Sequence[str]) -> None:
+        """Raise an InputError if a text states more stages than there are devices."""
+        if stages > len(devices):
+            raise InputError(
+                f"{self.title} states {count_text(stages, 'stage')}, and there are "
+                f"{count_text(len(devices), 'device')}; give as many devices as stages"
+            )
 
     @property
     def advice(self) -> str:

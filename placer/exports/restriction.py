@@ -11,7 +11,7 @@ from placer.exports.formats import format_named
 from placer.exports.units import Unit
 from placer.schema.placement import Infeasibility
 from placer.schema.profile import Edge, Profile
-from placer.schema.request import PlacementRequest
+from placer.schema.request import PlacementRequest, pins_apart
 
 
 def expressible(request: PlacementRequest) -> PlacementRequest:
@@ -84,12 +84,7 @@ def _refuse_pins_apart(request: PlacementRequest, form: Format, units: Sequence[
     """Raise an InputError if layers of a unit are pinned to several devices."""
     pinned = request.constraints.pinned
     for unit in units if pinned else ():
-        # one entry per device: two entries are two different pins in one unit
-        ends = {pinned[layer]: layer for layer in unit.layers if layer in pinned}
-        if len(ends) > 1:
-            pins = " and ".join(
-                f"{layer!r} to {device!r}" for device, layer in list(ends.items())[:2]
-            )
+        if pins := pins_apart(pinned, unit.layers):
             raise InputError(
                 f"constraints.pinned pins {pins}, and {form.title} keeps "
                 f"{unit} on one device; pin them alike, or leave out one "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -205,12 +205,7 @@ class PlacementRequest(SolveOptions, Question):
                     "forbidden for it"
                 )
         for group in (*self.profile.colocated, *rules.colocated) if pinned else ():
-            # one entry per device: two entries are two different pins in one group
-            ends = {pinned[layer]: layer for layer in group if layer in pinned}
-            if len(ends) > 1:
-                pins = " and ".join(
-                    f"{layer!r} to {device!r}" for device, layer in list(ends.items())[:2]
-                )
+            if pins := pins_apart(pinned, group):
                 raise ValueError(f"constraints.pinned: colocated layers are pinned apart, {pins}")
         linked = (
             {(link.source, link.target) for link in cluster.links} if len(pinned) > 1 else set()
@@ -297,6 +292,15 @@ class PlacementRequest(SolveOptions, Question):
         """Return a hash of the request, independent of its JSON form: 32 hexadecimal digits."""
         # fields serialise in declared order, and dictionaries are sorted by validators
         return hashlib.sha256(self.__pydantic_serializer__.to_json(self)).hexdigest()[:32]
+
+
+def pins_apart(pinned: Mapping[str, str], group: Sequence[str]) -> str:
+    """Return two pins of layers of a group to different devices, as text; empty without them."""
+    # one entry per device: two entries are two different pins in one group
+    ends = {pinned[layer]: layer for layer in group if layer in pinned}
+    if len(ends) < 2:
+        return ""
+    return " and ".join(f"{layer!r} to {device!r}" for device, layer in list(ends.items())[:2])
 
 
 def _refuse_unreachable(cluster: Cluster) -> None:

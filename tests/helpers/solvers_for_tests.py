@@ -148,8 +148,10 @@ def noted(
 def noted_until_released(
     request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
 ) -> Placement:
-    """Add a line to the file that the model is named after, and wait for the file ``release``
-    beside it; end without a proof when stopped before."""
+    """Add a line to the file that the model is named after; wait for ``release`` in its folder.
+
+    End without a proof when stopped before.
+    """
     assert stop is not None
     notes = Path(request.profile.model)
     with notes.open("a") as file:

@@ -14,7 +14,6 @@ from placer.exports.plan import Plan
 from placer.exports.python_data import python_data
 from placer.exports.units import Unit, units_in_order
 from placer.schema.faults import nearest
-from placer.utils.units import count_text
 
 _SCHEDULES = {
     "fill-drain": "GPipe",
@@ -84,11 +83,7 @@ class TorchTitan(Format):
                 f"{self.title} is {text.strip()!r:.80}; give a list of the modules of each stage, "
                 f"such as {_EXAMPLE}"
             )
-        if len(parts) > len(devices):
-            raise InputError(
-                f"{self.title} states {count_text(len(parts), 'stage')}, and there are "
-                f"{count_text(len(devices), 'device')}; give as many devices as stages"
-            )
+        self.refuse_more_stages(len(parts), devices)
         stage_of: dict[str, int] = {}
         for stage, names in enumerate(parts):
             for name in names:

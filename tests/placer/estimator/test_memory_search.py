@@ -29,7 +29,7 @@ def chain(
     saved: int = 0,
     batch_size: int = 1,
 ) -> Profile:
-    """Layers in a row; ``edges[i]`` leaves layer i. In training, the optimizer has two copies."""
+    """A chain of layers; ``edges[i]`` leaves layer i. In training, the optimizer has two copies."""
     names = [f"l{index}" for index in range(len(params))]
     edges = edges or [0] * (len(params) - 1)
     workspaces = workspaces or [0] * len(params)

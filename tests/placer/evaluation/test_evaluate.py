@@ -90,7 +90,7 @@ def test_a_map_is_valid_exactly_if_the_independent_referee_takes_it():
 
 
 def blocks(times_ms: list[float], devices: int, sent_ms: float = 1.1) -> Profile:
-    """Return an embedding, blocks and a head in a row; the last time is the head's."""
+    """Return a chain of an embedding, blocks and a head; the last time is the head's."""
     names = ["embed", *(f"layers.{number}" for number in range(len(times_ms) - 2)), "head"]
     places = [
         Device(name=f"cuda:{number}", type="gpu", memory_bytes=2**30) for number in range(devices)

@@ -186,7 +186,7 @@ def row(
     training: bool = False,
     **asked: Any,
 ) -> PlacementRequest:
-    """Return a request for layers in a row on alike devices x, y, ... for vLLM.
+    """Return a request for a chain of layers on alike devices x, y, ... for vLLM.
 
     Args:
         layers: the time of each layer, in ms; each has 10 bytes of parameters.
