@@ -116,6 +116,20 @@ def kept(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]) -> Rea
     return ready
 
 
+def staying(ready: Ready) -> Ready:
+    """Return steps that are prepared at the first turn and keep their memory until the end."""
+    held: list[tuple[AbstractContextManager[Any], Callable[[], Any]]] = []
+
+    @contextmanager
+    def again() -> Iterator[Callable[[], Any]]:
+        if not held:
+            context = ready()
+            held.append((context, context.__enter__()))
+        yield held[0][1]
+
+    return again
+
+
 def alternate(case: str, contenders: Sequence[Contender], rounds: int = ROUNDS) -> Iterator[Sample]:
     """Yield the sample of each engine after ``rounds`` turns; every other round runs backwards.
 

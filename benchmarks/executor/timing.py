@@ -18,7 +18,8 @@ from placer import devices
 
 from . import cases
 
-WARM_UPS, REPEATS = (1, 2) if cases.is_small() else (2, 7)
+WARM_UPS, REPEATS = (1, 2) if cases.is_small() else (4, 7)
+"""Placer's third step records the passes, for up to nine seconds with four replicas."""
 
 ROW_S, SHORTEST_ROW = (0.0, 2) if cases.is_small() else (1.5, 5)
 """How long a row of steps lasts in seconds, and its fewest steps.
