@@ -175,6 +175,8 @@ def question(
             " here with profile_on_server=False"
         )
     module = _checked(model)
+    if "replicas" not in asked.model_fields_set and not _may_be_replicated(module):
+        asked = asked.model_copy(update={"replicas": "never"})
     from placer.capture.input_forms import carried_inputs
 
     inputs = carried_inputs(module, "suggest") if example_inputs is None else example_inputs
@@ -204,7 +206,20 @@ def answer(request: PlacementRequest, server: str | None) -> Placement:
 def _request(asked: SuggestOptions, profiles: list[Profile]) -> PlacementRequest:
     profiles = [one.untied() for one in profiles] if asked.split_tied else profiles
     training = profiles[-1].training if asked.training is None else asked.training
-    return PlacementRequest.from_options(asked.model_copy(update={"training": training}), profiles)
+    update: dict[str, Any] = {"training": training}
+    if training and asked.objective == "step" and "replicas" not in asked.model_fields_set:
+        update["replicas"] = "auto"
+    return PlacementRequest.from_options(asked.model_copy(update=update), profiles)
+
+
+def _may_be_replicated(module: nn.Module) -> bool:
+    """Return whether replicas can train a model; see ``refuse_unreplicable`` of the executor."""
+    from torch import nn
+
+    return not any(
+        isinstance(child, nn.SyncBatchNorm) or getattr(child, "max_norm", None) is not None
+        for child in module.modules()
+    )
 
 
 def _keeping_whole(

@@ -135,7 +135,8 @@ class SolveOptions(Wire):
     """Whether several devices may hold the same stage and share each batch.
 
     ``auto``: also consider data parallelism, and pipelines that are replicated on equal groups of
-    devices. Only training under objectives ``step`` and ``throughput`` accepts it. Placements that
+    devices. Only training under objectives ``step`` and ``throughput`` accepts it. ``suggest``
+    uses it for a training step by default, unless the model cannot be replicated. Placements that
     pin or forbid layers have no replicas. See the page about replicas in the documentation."""
 
     for_format: FormatName | None = None

@@ -229,7 +229,40 @@ def test_micro_batches_are_measured_at_the_sizes_that_are_asked_for():
         batch_size=8,
         batch_sizes=[2, 4],
     )
-    assert {choice.batch_size for choice in placement.step.choices} == {2, 4}
+    choices = placement.step.choices
+    assert {choice.batch_size // choice.replicas for choice in choices} == {2, 4}
+    assert {choice.replicas for choice in choices} == {1, 2}
+
+
+def test_a_step_of_a_model_that_cannot_be_replicated_has_no_replicas():
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.block = nn.Embedding(4, 8, max_norm=1.0), Block()
+
+        def forward(self, words):
+            return self.block(self.table(words))
+
+    placement = suggest(
+        Lookup(),
+        torch.ones(4, dtype=torch.long),
+        devices=["cpu:0", "cpu:1"],
+        objective="step",
+        batch_size=8,
+    )
+    assert {choice.replicas for choice in placement.step.choices} == {1}
+
+
+def test_replicas_are_left_out_of_a_step_on_request():
+    placement = suggest(
+        Block(),
+        torch.ones(4, 8),
+        devices=["cpu:0", "cpu:1"],
+        objective="step",
+        batch_size=8,
+        replicas="never",
+    )
+    assert {choice.replicas for choice in placement.step.choices} == {1}
 
 
 def test_sizes_to_measure_and_a_profile_together_are_refused(profile):

@@ -69,7 +69,7 @@ def refuse_unreplicable(
     """
     if replication.count == 1:
         return
-    advice = "give a placement without replicas"
+    advice = "give a placement without replicas, such as suggest(..., replicas='never') returns"
     if deferred_batch_norm:
         raise InputError(
             "deferred_batch_norm does not work with replicated stages, where each replica has the "
