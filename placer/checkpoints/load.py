@@ -18,6 +18,7 @@ from placer.checkpoints.meta_parameters import is_active
 from placer.checkpoints.misfits import Misfits
 from placer.checkpoints.state_names import StateNames, tie
 from placer.checkpoints.state_slots import StateSlots, users
+from placer.checkpoints.transformers_models import Derived, dtypes
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError
 from placer.executor.dataflow import DataFlow
@@ -87,18 +88,23 @@ def load(
     # parameters made in inference mode could not be trained later
     with torch.inference_mode(False), torch.no_grad(), StateSlots(model) as before:
         tie(model)
-        _assign(model, path, strict)
+        derived = _assign(model, path, strict)
         loaded = {
             name: tensor for name, tensor in named_state(model).items() if not before.holds(tensor)
         }
-        _place(model, loaded, assignment, kind, progress)
+        _place(model, loaded, derived, assignment, kind, progress)
         move_state(model, assignment.of_state)
         compact_rnn_weights(model)
     return model
 
 
-def _assign(model: nn.Module, path: str | PathLike[str], strict: bool) -> None:
-    """Give a model the tensors of a checkpoint, whose memory is mapped from its files."""
+def _assign(model: nn.Module, path: str | PathLike[str], strict: bool) -> dict[int, Derived]:
+    """Give a model the tensors of a checkpoint, whose memory is mapped from its files.
+
+    Returns:
+        The tensors that are computed from several ones, by the ``id`` of a tensor on meta that the
+        model holds instead.
+    """
     names = StateNames(model)
     _refuse_lost(names.unsaved)
     with hardware.unobserved():
@@ -111,6 +117,7 @@ def _assign(model: nn.Module, path: str | PathLike[str], strict: bool) -> None:
         except RuntimeError as error:
             raise misfits.refused_by_model(error) from error
     misfits.refuse(result.missing_keys, result.unexpected_keys, values)
+    return misfits.derived
 
 
 def _refuse_lost(unsaved: Mapping[str, Tensor]) -> None:
@@ -126,6 +133,7 @@ def _refuse_lost(unsaved: Mapping[str, Tensor]) -> None:
 def _place(
     model: nn.Module,
     loaded: dict[str, Tensor],
+    derived: dict[int, Derived],
     assignment: Assignment,
     dtype: torch.dtype | None,
     progress: Shown,
@@ -135,33 +143,35 @@ def _place(
     Args:
         model: whose modules hold them.
         loaded: by name; emptied, so that the files are closed as soon as possible.
+        derived: the tensors to be computed, by the ``id`` of a loaded one.
         assignment: the devices.
         dtype: of floating-point tensors; None leaves them.
         progress: whether to show it.
     """
-    holders = users(model)
+    holders, dtype_of = users(model), dtypes(model, dtype)
     total = sum(map(tensor_bytes, loaded.values()))
     with progress_bar(progress, total, "bytes") as bar:
         for name in list(loaded):
             tensor = loaded.pop(name)
             bar(name, tensor_bytes(tensor))
-            placed = _placed(name, tensor, assignment.of_state(name), dtype)
+            source = derived.pop(id(tensor), None)
+            value = tensor.detach() if source is None else source.read()
+            placed = _placed(name, value, assignment.of_state(name), dtype_of(name))
+            if isinstance(tensor, nn.Parameter):
+                placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
             for module, attribute in holders[id(tensor)]:
                 setattr(module, attribute, placed)
 
 
-def _placed(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    value = tensor.detach()
+def _placed(name: str, value: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    """Return a copy of a tensor on its device."""
     if dtype is not None and hardware.is_plain(value) and value.dtype in _CONVERTED:
         value = value.to(dtype)
     try:
-        made = hardware.copy(value, device)
+        return hardware.copy(value, device)
     except torch.OutOfMemoryError as error:
         clear_frames(error)
         raise PlacementError(
             f"no room on {device} for {name!r} ({bytes_text(tensor_bytes(value))}); the model is "
             "unchanged. Place fewer layers there, or give the placement a lower memory limit for it"
         ) from error
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made

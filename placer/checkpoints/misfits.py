@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.checkpoints.state_names import StateNames
+from placer.checkpoints.transformers_models import Derived
 from placer.errors import InputError
 from placer.utils.units import count_text
 
@@ -25,10 +26,14 @@ class Misfits:
         names: of its state.
         path: of the checkpoint, for messages.
         strict: whether keys have to be the same.
+
+    Attributes:
+        derived: the tensors to be computed, by the ``id`` of what the model got instead.
     """
 
     def __init__(self, model: nn.Module, names: StateNames, path: Path, strict: bool) -> None:
         self._model, self._names, self._path, self._strict = model, names, path, strict
+        self.derived: dict[int, Derived] = {}
         self._mismatches: dict[str, str] = {}
         self._contradictions: list[str] = []
 
@@ -41,7 +46,8 @@ class Misfits:
             values: by the names of the model.
         """
         found: dict[str, Any] = {}
-        for name, value in values.items():
+        for name, given in values.items():
+            value = given.on_meta if isinstance(given, Derived) else given
             own = self._names.tensors.get(name)
             if own is None or not isinstance(value, Tensor):
                 found[name] = value
@@ -57,6 +63,8 @@ class Misfits:
             if isinstance(own, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=own.requires_grad)
             found.update(dict.fromkeys(tied, value))
+            if isinstance(given, Derived):
+                self.derived[id(value)] = given
         return found
 
     def refuse(
@@ -139,12 +147,16 @@ def _difference(own: Tensor, value: Tensor) -> str:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta or other.is_meta:  # computed later
+        return True
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
         return True
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _shape(tensor: Any) -> str:
+    if isinstance(tensor, Derived):
+        tensor = tensor.on_meta
     return str(tuple(tensor.shape)) if isinstance(tensor, Tensor) else ""
 
 

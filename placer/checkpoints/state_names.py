@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from placer.checkpoints.transformers_models import converted, superfluous
 from placer.executor.state.assignment import WRAPPERS
 
 
@@ -18,14 +18,14 @@ class StateNames:
         model: any module; its tensors may be on meta.
 
     Attributes:
-        saved: the names of ``state_dict``.
+        saved: the ``state_dict``.
         tensors: the parameters and buffers by each of their names.
         unsaved: the buffers that ``state_dict`` leaves out.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.saved = frozenset(model.state_dict(keep_vars=True))
+        self.saved: Mapping[str, Any] = model.state_dict(keep_vars=True)
         self.tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.tensors.update(model.named_buffers(remove_duplicate=False))
         self.unsaved = {
@@ -50,9 +50,13 @@ class StateNames:
 
         Args:
             values: by the key of the checkpoint.
+
+        Returns:
+            By name: values of the checkpoint, and ``Derived`` for those that are converted.
         """
-        best = max(self._renamings(values), key=lambda keys: len(self.saved.intersection(keys)))
-        ignored = self._ignored()
+        values = converted(self._model, values, self.saved)
+        best = max(self._renamings(values), key=lambda keys: len(self.saved.keys() & {*keys}))
+        ignored = superfluous(self._model)
         return {
             name: value
             for name, value in zip(best, values.values(), strict=True)
@@ -72,14 +76,6 @@ class StateNames:
                 key if key in self.saved or f"{base}.{key}" not in self.saved else f"{base}.{key}"
                 for key in values
             ]
-
-    def _ignored(self) -> re.Pattern[str] | None:
-        """Return what transformers' models declare as superfluous in checkpoints."""
-        found: list[str] = []
-        for module in self._model.modules():
-            declared = getattr(module, "_keys_to_ignore_on_load_unexpected", None)
-            found += [one for one in declared or () if isinstance(one, str)]
-        return re.compile("|".join(f"(?:{one})" for one in found)) if found else None
 
 
 def tie(model: nn.Module) -> None:

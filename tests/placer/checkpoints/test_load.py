@@ -404,6 +404,32 @@ def test_a_language_model_equals_the_one_that_transformers_loads(name: str, tmp_
     assert torch.equal(logits, expected(input_ids=ids).logits)
 
 
+def test_a_checkpoint_with_a_tensor_for_each_expert_is_converted(tmp_path: Path) -> None:
+    library = transformers()
+    config = library.MixtralConfig(
+        **{"vocab_size": 60, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 3},
+    )
+    library.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    expected = library.MixtralForCausalLM.from_pretrained(tmp_path).state_dict()
+    model = empty(lambda: library.MixtralForCausalLM(config))
+    load(model, tmp_path, {"lm_head": "cpu:0"})
+    assert "model.layers.1.mlp.experts.gate_up_proj" in expected
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_modules_that_transformers_keeps_in_float32_stay_there(tmp_path: Path) -> None:
+    library = transformers()
+    config = library.T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    library.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    loaded = library.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    model = empty(lambda: library.T5ForConditionalGeneration(config))
+    load(model, tmp_path, {"lm_head": "cpu:0"}, dtype=torch.float16)
+    expected = {name: value.dtype for name, value in loaded.state_dict().items()}
+    assert {name: value.dtype for name, value in model.state_dict().items()} == expected
+    assert set(expected.values()) == {torch.float16, torch.float32}
+
+
 def test_a_base_models_checkpoint_lacks_the_prefix(tmp_path: Path) -> None:
     make = language_model("tied Llama")
     whole = make()

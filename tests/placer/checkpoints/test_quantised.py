@@ -1,0 +1,92 @@
+"""Checkpoints of quantised weights keep them quantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_folders import placed
+from quantised_kinds import QUANTISED, WIDTH
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import placer
+from placer import DataFlow, InputError, devices
+from placer.testing import logical_devices
+
+SPLIT = {"0": "cpu:0", "1": "cpu:1"}
+TORCHAO = [name for name in QUANTISED if name.startswith("torchao")]
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
+
+
+@pytest.mark.parametrize("name", TORCHAO)
+def test_weights_of_torchao_are_loaded_as_they_were_saved(name: str, tmp_path: Path) -> None:
+    kind = QUANTISED[name]
+    saved = nn.Sequential(kind.make(), kind.make()).eval()
+    torch.save(saved.state_dict(), tmp_path / "model.pt")
+    batch = torch.randn(3, WIDTH)
+    with placer.on_meta():
+        model: Any = two_layers()
+    with logical_devices(2):
+        placer.load(model, placed(SPLIT), tmp_path, progress=False)
+        assert type(model[1].weight) is type(saved[1].weight)
+        stored = kind.stored(model[1])
+        assert {str(devices.location(part)) for part in stored} == {"cpu:1"}
+        flow = DataFlow(model, inference_only=True)
+        flow.update_flow(placed(SPLIT))
+        with torch.no_grad():
+            result = flow(batch.to("cpu:0")).cpu()
+    assert torch.equal(result, saved(batch))
+
+
+class Packed(nn.Module):
+    """A linear layer whose weight is four-bit integers, eight of them in an int32, as in GPTQ."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(width // 8, width, dtype=torch.int32))
+        self.register_buffer("scales", torch.zeros(1, width, dtype=torch.float16))
+        self.register_buffer("g_idx", torch.zeros(width, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qweight: Any = self.qweight
+        shifts = torch.arange(0, 32, 4, device=x.device).view(1, 8, 1)
+        weight = ((qweight.unsqueeze(1) >> shifts) & 15).flatten(0, 1) - 8
+        scales: Any = self.scales
+        result: Tensor = x @ (weight * scales.float())
+        return result
+
+
+def test_packed_integers_are_loaded_unchanged(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved = nn.Sequential(Packed(), Packed())
+    for name, buffer in saved.named_buffers():
+        if "scales" not in name:
+            buffer.copy_(torch.randint(-(2**31), 2**31 - 1, buffer.shape, dtype=torch.int32))
+        else:
+            buffer.copy_(torch.rand(buffer.shape))
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(Packed(), Packed())
+    batch = torch.randn(3, 16)
+    with logical_devices(2):
+        placer.load(model, placed(SPLIT), tmp_path, dtype=torch.float32, progress=False)
+        flow = DataFlow(model)
+        flow.update_flow(placed(SPLIT))
+        result = flow(batch.to("cpu:0")).cpu()
+    assert torch.equal(result, saved(batch))
+    assert model.get_buffer("0.scales").dtype == torch.float32
+
+
+def test_integers_for_a_floating_point_weight_are_refused(tmp_path: Path) -> None:
+    state = {name: value.to(torch.int8) for name, value in two_layers().state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    with placer.on_meta():
+        model = two_layers()
+    with pytest.raises(InputError, match="quantised weights need the modules that read them"):
+        placer.load(model, placed(SPLIT), tmp_path, progress=False)
