@@ -145,8 +145,9 @@ def _read_torch(file: Path) -> dict[str, Any]:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         if "mmap can only be used" in str(error):
             raise InputError(
-                f"{file} has torch's format from before version 1.6, which cannot be read tensor "
-                "by tensor; load it once with torch.load and save it again with torch.save"
+                f"{file} is not a zip file, as torch.save has written since version 1.6, so it "
+                "cannot be read tensor by tensor; load it once with torch.load and save it again "
+                "with torch.save"
             ) from error
         raise InputError(f"{file} cannot be read as a checkpoint of torch: {error}") from error
     nested = content if _is_state(content) else None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from placer import devices as hardware
 from placer.capture.argument_checks import require_module
 from placer.capture.layers import named_state, tensor_bytes
+from placer.checkpoints.bitsandbytes_weights import joined
 from placer.checkpoints.files import read_checkpoint
 from placer.checkpoints.meta_parameters import is_active
 from placer.checkpoints.misfits import Misfits
@@ -108,8 +109,8 @@ def _assign(model: nn.Module, path: str | PathLike[str], strict: bool) -> dict[i
     names = StateNames(model)
     _refuse_lost(names.unsaved)
     with hardware.unobserved():
-        values = names.renamed(read_checkpoint(path))
-        misfits = Misfits(model, names, Path(path), strict)
+        values = joined(model, names.renamed(read_checkpoint(path)))
+        misfits = Misfits(model, StateNames(model), Path(path), strict)
         # the model's own methods load, since modules may adapt keys of earlier versions
         found = misfits.without_mismatches(values)
         try:
@@ -155,9 +156,9 @@ def _place(
             tensor = loaded.pop(name)
             bar(name, tensor_bytes(tensor))
             source = derived.pop(id(tensor), None)
-            value = tensor.detach() if source is None else source.read()
+            value = tensor if source is None else source.read()
             placed = _placed(name, value, assignment.of_state(name), dtype_of(name))
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and not isinstance(placed, nn.Parameter):
                 placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
             for module, attribute in holders[id(tensor)]:
                 setattr(module, attribute, placed)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from placer.checkpoints.bitsandbytes_weights import unread
 from placer.checkpoints.state_names import StateNames
 from placer.checkpoints.transformers_models import Derived
 from placer.errors import InputError
@@ -60,7 +61,7 @@ class Misfits:
                 if not _are_equal(other, value):
                     self._contradictions.append(f"{tied[0]!r} and {name!r}")
                 continue
-            if isinstance(own, nn.Parameter):
+            if isinstance(own, nn.Parameter) and not isinstance(value, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=own.requires_grad)
             found.update(dict.fromkeys(tied, value))
             if isinstance(given, Derived):
@@ -105,7 +106,7 @@ class Misfits:
             raise InputError(
                 f"{self._path} does not fit {type(self._model).__name__}:\n"
                 + "\n".join(filter(None, parts))
-                + f"\n{self._remedy(bool(absent), bool(extra))}; the model is unchanged"
+                + f"\n{self._remedy(bool(absent), extra)}; the model is unchanged"
             )
 
     def refused_by_model(self, error: Exception) -> InputError:
@@ -121,7 +122,12 @@ class Misfits:
     def _described(self, name: str) -> str:
         return f"{name} {_shape(self._names.tensors.get(name))}".rstrip()
 
-    def _remedy(self, lacks: bool, has_more: bool) -> str:
+    def _remedy(self, lacks: bool, unknown: list[str]) -> str:
+        if unread(unknown):
+            return (
+                "Build the model with the layers of bitsandbytes that were saved, such as "
+                "bitsandbytes.nn.Linear4bit"
+            )
         if self._mismatches:
             return "Build the model with the configuration that the checkpoint was saved with"
         if self._contradictions:

@@ -76,10 +76,10 @@ def with_a_damaged_index(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (of_the_old_format, r"before version 1\.6.*save it again with torch\.save"),
+        (of_the_old_format, r"is not a zip file.* and save it again with torch\.save"),
         (with_objects, r"objects of fractions\.Fraction.*add_safe_globals"),
         (of_something_else, r"holds a dict of epoch, loss, not the weights.*state_dict\(\)"),
-        (that_is_a_pickle, r"before version 1\.6"),
+        (that_is_a_pickle, r"is not a zip file"),
         (without_a_header, r"model\.safetensors cannot be read as safetensors"),
         (of_an_unknown_format, r"model\.gguf is not a checkpoint of a known format; give a"),
         (with_several_models, r"2 checkpoints \(unet\.safetensors, vae\.safetensors\); give the"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from checkpoint_folders import placed
@@ -42,6 +44,49 @@ def test_weights_of_torchao_are_loaded_as_they_were_saved(name: str, tmp_path: P
         with torch.no_grad():
             result = flow(batch.to("cpu:0")).cpu()
     assert torch.equal(result, saved(batch))
+
+
+def four_bits() -> nn.Sequential:
+    options = {"compute_dtype": torch.float32, "quant_type": "nf4", "compress_statistics": True}
+    return nn.Sequential(*(bitsandbytes.nn.Linear4bit(WIDTH, WIDTH, **options) for _ in range(2)))
+
+
+def eight_bits() -> nn.Sequential:
+    kind = bitsandbytes.nn.Linear8bitLt
+    return nn.Sequential(*(kind(WIDTH, WIDTH, has_fp16_weights=False) for _ in range(2)))
+
+
+@pytest.mark.parametrize("make", [four_bits, eight_bits])
+def test_weights_of_bitsandbytes_are_loaded_as_they_were_saved(
+    make: Callable[[], nn.Sequential], tmp_path: Path
+) -> None:
+    saved = make().to("cpu").eval()  # the move quantises
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    batch = torch.randn(3, WIDTH)
+    with placer.on_meta():
+        model = make().eval()
+    with logical_devices(2):
+        placer.load(model, placed(SPLIT), tmp_path, progress=False)
+        parts = devices.parts(model[1].weight)
+        assert {str(devices.location(part)) for part in parts} == {"cpu:1"}
+        before = [part.data_ptr() for part in parts]
+        flow = DataFlow(model, inference_only=True)
+        flow.update_flow(placed(SPLIT))
+        assert [part.data_ptr() for part in devices.parts(model[1].weight)] == before
+        with torch.no_grad():
+            result = flow(batch.to("cpu:0")).cpu()
+    with torch.no_grad():
+        assert torch.equal(result, saved(batch))
+
+
+def test_weights_of_bitsandbytes_for_other_layers_are_refused_with_the_remedy(
+    tmp_path: Path,
+) -> None:
+    save_file(four_bits().to("cpu").state_dict(), tmp_path / "model.safetensors")
+    with placer.on_meta():
+        model = two_layers()
+    with pytest.raises(InputError, match=r"\nBuild.* layers of bitsandbytes that were saved"):
+        placer.load(model, placed(SPLIT), tmp_path, progress=False)
 
 
 class Packed(nn.Module):
