@@ -48,9 +48,10 @@ def read_checkpoint(path: str | PathLike[str]) -> dict[str, Any]:
             f"path is {kind_of(path)}; give the path of a checkpoint's file or of its folder"
         )
     chosen = _chosen(Path(path))
-    if not chosen.name.endswith(INDEX):
-        return _read(chosen)
-    return _read_shards(chosen)
+    metadata: dict[str, str] = {}
+    read = _read_shards if chosen.name.endswith(INDEX) else _read
+    values = read(chosen, metadata)
+    return _with_torchao(values, metadata, chosen) if "tensor_names" in metadata else values
 
 
 def _chosen(path: Path) -> Path:
@@ -86,7 +87,7 @@ def _only(folder: Path, found: Sequence[Path]) -> Path:
     )
 
 
-def _read_shards(index: Path) -> dict[str, Any]:
+def _read_shards(index: Path, metadata: dict[str, str]) -> dict[str, Any]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = dict.fromkeys(weight_map.values())
@@ -100,7 +101,7 @@ def _read_shards(index: Path) -> dict[str, Any]:
         )
     values: dict[str, Any] = {}
     for shard in sorted(paths):
-        inside = _read(paths[shard])
+        inside = _read(paths[shard], metadata)
         listed = {key for key, own in weight_map.items() if own == shard}
         if absent := sorted(listed - inside.keys()):
             raise InputError(
@@ -112,9 +113,10 @@ def _read_shards(index: Path) -> dict[str, Any]:
     return values
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """Return what a file holds; the metadata of safetensors are added to the given ones."""
     if file.suffix == SAFETENSORS:
-        return dict(_read_safetensors(file))
+        return dict(_read_safetensors(file, metadata))
     if file.suffix in TORCH:
         return _read_torch(file)
     raise InputError(
@@ -123,18 +125,44 @@ def _read(file: Path) -> dict[str, Any]:
     )
 
 
-def _read_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _read_safetensors(file: Path, metadata: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     with extra("safetensors"):
         from safetensors import SafetensorError, safe_open
     try:
         # Tensors of the CPU are views of the mapped file. Other devices would get copies at once,
         # before the checkpoint is known to fit the model.
         with safe_open(str(file), framework="pt", device="cpu") as opened:
+            metadata.update(opened.metadata() or {})
             order = getattr(opened, "offset_keys", opened.keys)
             for key in order():
                 yield key, opened.get_tensor(key)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _with_torchao(
+    values: dict[str, Any], metadata: Mapping[str, str], file: Path
+) -> dict[str, Any]:
+    """Return the values with quantised weights put together from the tensors that they wrap.
+
+    torchao lists such weights and their classes in the metadata of safetensors.
+
+    Source: ``torchao.prototype.safetensors`` (read for torchao 0.18).
+    """
+    try:
+        library = import_module("torchao.prototype.safetensors.safetensors_support")
+        weights, others = library.unflatten_tensor_state_dict(values, metadata)
+    except ImportError as error:
+        raise InputError(
+            f"{file} holds weights that torchao quantised, and torchao cannot be imported "
+            f"({error}); install the version that saved it"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{file} holds weights that torchao quantised, which the installed version cannot read:"
+            f" {error}"
+        ) from error
+    return {**weights, **others}
 
 
 def _read_torch(file: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from checkpoint_folders import placed
 from quantised_kinds import QUANTISED, WIDTH
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
 import placer
 from placer import DataFlow, InputError, devices
@@ -26,11 +27,29 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
 
 
-@pytest.mark.parametrize("name", TORCHAO)
-def test_weights_of_torchao_are_loaded_as_they_were_saved(name: str, tmp_path: Path) -> None:
+def in_torchs_format(model: nn.Module, folder: Path) -> None:
+    torch.save(model.state_dict(), folder / "model.pt")
+
+
+def in_safetensors(model: nn.Module, folder: Path) -> None:
+    tensors, metadata = flatten_tensor_state_dict(model.state_dict())
+    save_file(tensors, folder / "model.safetensors", metadata)
+
+
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [
+        *((name, in_torchs_format) for name in TORCHAO),
+        ("torchao int8 weights", in_safetensors),
+        ("torchao float8 weights", in_safetensors),
+    ],
+)
+def test_weights_of_torchao_are_loaded_as_they_were_saved(
+    name: str, save: Callable[[nn.Module, Path], None], tmp_path: Path
+) -> None:
     kind = QUANTISED[name]
     saved = nn.Sequential(kind.make(), kind.make()).eval()
-    torch.save(saved.state_dict(), tmp_path / "model.pt")
+    save(saved, tmp_path)
     batch = torch.randn(3, WIDTH)
     with placer.on_meta():
         model: Any = two_layers()
