@@ -17,9 +17,9 @@ from placer.checkpoints.bitsandbytes_weights import joined
 from placer.checkpoints.files import read_checkpoint
 from placer.checkpoints.meta_parameters import is_active
 from placer.checkpoints.misfits import Misfits
-from placer.checkpoints.state_names import StateNames, tie
+from placer.checkpoints.state_names import StateNames
 from placer.checkpoints.state_slots import StateSlots, users
-from placer.checkpoints.transformers_models import Derived, dtypes
+from placer.checkpoints.transformers_models import Derived, dtypes, tie
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError
 from placer.executor.dataflow import DataFlow

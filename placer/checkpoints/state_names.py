@@ -76,13 +76,3 @@ class StateNames:
                 key if key in self.saved or f"{base}.{key}" not in self.saved else f"{base}.{key}"
                 for key in values
             ]
-
-
-def tie(model: nn.Module) -> None:
-    """Let a model tie its parameters, if it has a method for this, as transformers' models do.
-
-    Building on meta may leave them apart.
-    """
-    declared = getattr(model, "tie_weights", None)
-    if callable(declared):
-        declared()

@@ -97,6 +97,16 @@ def converted(
     return found
 
 
+def tie(model: Any) -> None:
+    """Let a model of transformers tie its parameters; some ways to build it on meta do not.
+
+    Args:
+        model: any module; others than transformers' models stay unchanged.
+    """
+    if _is_transformers(model):
+        model.tie_weights()
+
+
 def superfluous(model: nn.Module) -> re.Pattern[str] | None:
     """Return the pattern of keys that a model declares as superfluous in checkpoints, or None."""
     found: list[str] = []
@@ -129,7 +139,7 @@ def dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], torch
 
 def _loading_of(model: Any) -> tuple[Any, list[Any]] | None:
     """Return transformers' loading module and a model's conversions; None without conversions."""
-    if not any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+    if not _is_transformers(model):
         return None
     try:
         from transformers import core_model_loading
@@ -137,3 +147,9 @@ def _loading_of(model: Any) -> tuple[Any, list[Any]] | None:
     except ImportError:  # before version 5
         return None
     return core_model_loading, get_model_conversion_mapping(model)
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    return hasattr(model, "tie_weights") and any(
+        kind.__module__.startswith("transformers.") for kind in type(model).__mro__
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,11 +14,10 @@ from torch import Tensor
 from placer import Placement
 
 
-def placed(layer_devices: Mapping[str, str]) -> Placement:
-    """Return a placement of a model's layers."""
-    return Placement(
-        status="feasible", objective="throughput", layer_devices=dict(layer_devices), training=False
-    )
+def placed(layer_devices: Mapping[str, str], **more: Any) -> Placement:
+    """Return a placement of a model's layers; further fields may be given."""
+    fields = {"status": "feasible", "objective": "throughput", **more}
+    return Placement.model_validate(fields | {"layer_devices": dict(layer_devices)})
 
 
 def save_shards(

@@ -151,6 +151,31 @@ def test_update_flow_finds_every_tensor_in_place(trained: Tied, tmp_path: Path) 
         assert addresses(model) == before
 
 
+def test_replicas_share_the_parameters_as_update_flow_divides_them(
+    trained: Tied, tmp_path: Path
+) -> None:
+    def pair(*names: str) -> list[dict[str, Any]]:
+        return [{"device": name, "samples": 2} for name in names]
+
+    replicas = {"cpu:0": pair("cpu:0", "cpu:2"), "cpu:1": pair("cpu:1", "cpu:3")}
+    placement = placed(SPLIT, training=True, batch_size=4, replicas=replicas)
+    with logical_devices(4):
+        model = placer.load(empty(), placement, saved(trained, tmp_path), progress=False)
+        owners = places(model)
+        DataFlow(model).update_flow(placement)
+        assert places(model) == owners
+    assert {"cpu:1", "cpu:3"} <= set(owners.values())
+
+
+def test_parameters_that_were_untied_on_meta_are_tied_again(tmp_path: Path) -> None:
+    make = language_model("tied Llama")
+    make().save_pretrained(tmp_path)
+    model = empty(make)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())  # as accelerate does
+    load(model, tmp_path, {"lm_head": "cpu:0"})
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
 @pytest.mark.parametrize("left_out", ["head.weight", "embed.weight"])
 def test_a_tied_weight_is_found_under_either_name(
     left_out: str, trained: Tied, tmp_path: Path
