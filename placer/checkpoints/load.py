@@ -123,9 +123,9 @@ def _assign(model: nn.Module, path: str | PathLike[str], strict: bool) -> dict[i
 
 def _refuse_lost(unsaved: Mapping[str, Tensor]) -> None:
     if lost := [name for name, buffer in unsaved.items() if buffer.is_meta]:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
         raise InputError(
-            f"buffer {lost[0]!r}{more} is on meta, and checkpoints do not hold it "
+            f"buffer {lost[0]!r} is on meta{more}, and checkpoints do not hold it "
             "(persistent=False): build the model inside `with placer.on_meta():` instead of "
             "`torch.device('meta')`, so that its own code computes the buffer"
         )
