@@ -61,8 +61,7 @@ class Misfits:
                 if not _are_equal(other, value):
                     self._contradictions.append(f"{tied[0]!r} and {name!r}")
                 continue
-            if isinstance(own, nn.Parameter) and not isinstance(value, nn.Parameter):
-                value = nn.Parameter(value, requires_grad=own.requires_grad)
+            value = _own_object(own, value)
             found.update(dict.fromkeys(tied, value))
             if isinstance(given, Derived):
                 self.derived[id(value)] = given
@@ -150,6 +149,15 @@ def _difference(own: Tensor, value: Tensor) -> str:
             "the modules that read them"
         )
     return ""
+
+
+def _own_object(own: Tensor, value: Tensor) -> Tensor:
+    """Return a value as another object, so that keys with one value do not become a tie."""
+    if not isinstance(own, nn.Parameter):
+        return value.detach()
+    if isinstance(value, nn.Parameter) and type(value) is not nn.Parameter:
+        return value  # made for this name by the library that quantised it
+    return nn.Parameter(value.detach(), requires_grad=own.requires_grad)
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

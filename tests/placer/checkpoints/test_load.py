@@ -190,6 +190,21 @@ def test_a_tie_across_devices_lies_where_update_flow_puts_it(trained: Tied, tmp_
         assert places(load(empty(), saved(trained, tmp_path), apart)) == places(moved)
 
 
+def test_keys_with_one_value_do_not_become_a_tie(tmp_path: Path) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+
+    state = make().state_dict()
+    for name in ("weight", "running_var"):
+        state[f"1.{name}"] = state[f"0.{name}"]
+    torch.save(state, tmp_path / "model.pt")
+    split = {"0": "cpu:0", "1": "cpu:1"}
+    with logical_devices(2):
+        model = load(empty(make), tmp_path, split)
+        found = places(model)
+    assert (found["1.weight"], found["1.running_var"]) == ("cpu:1", "cpu:1")
+
+
 def test_values_that_contradict_a_tie_are_refused(trained: Tied, tmp_path: Path) -> None:
     state = {name: value.clone() for name, value in trained.state_dict().items()}
     state["head.weight"] += 1
