@@ -343,8 +343,8 @@ def _refuse_without_data(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_meta:
         raise PlacementError(
-            f"{name!r} is on meta and has no data; load weights into the model (to_empty) and "
-            "place then"
+            f"{name!r} is on meta and has no data; load a checkpoint into the model with "
+            "placer.load, and place then"
         )
 
 
