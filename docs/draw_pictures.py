@@ -235,19 +235,20 @@ class Package(NamedTuple):
 
     path: str
     text: str
-    x: int
+    x: float
     y: int
-    columns: int = 1
+    columns: float = 1
 
 
 PACKAGES = (
     Package("client", "placer.suggest; clients of the service", 0, 0, 2),
     Package("placer/cli", "commands", 2, 0),
     Package("server", "REST, jobs, store, web page", 3, 0),
-    Package("placer/refinement", "measures stages, solves again", 0, 1),
-    Package("placer/evaluation", "judges maps of one's own", 1, 1),
-    Package("placer/estimator", "memory without devices", 2, 1),
-    Package("placer/distributed", "runs a process for each device", 3, 1),
+    Package("placer/refinement", "measures, solves again", 0, 1, 0.8),
+    Package("placer/evaluation", "judges maps of one's own", 0.8, 1, 0.8),
+    Package("placer/estimator", "memory without devices", 1.6, 1, 0.8),
+    Package("placer/checkpoints", "weights from files", 2.4, 1, 0.8),
+    Package("placer/distributed", "one process per device", 3.2, 1, 0.8),
     Package("placer/profiler", "measures layers and links", 0, 2),
     Package("placer/solver", "finds and proves a placement", 1, 2),
     Package("placer/executor", "runs the model as placed", 2, 2, 2),
@@ -277,7 +278,7 @@ def architecture_picture() -> str:
         x, y = 4 + package.x * COLUMN, package.y * ROW + 18
         width = package.columns * COLUMN - 10
         shapes.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{BOX_HEIGHT}" rx="4" fill="#eef3f8"'
+            f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{BOX_HEIGHT}" rx="4" fill="#eef3f8"'
             f' stroke="#0072b2"/>'
         )
         shapes.append(_text(x + 8, y + 20, package.path + "/"))

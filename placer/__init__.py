@@ -34,6 +34,8 @@ from placer.errors import (
 if TYPE_CHECKING:
     from placer import distributed, testing
     from placer.capture.capture import capture_graph
+    from placer.checkpoints.load import load
+    from placer.checkpoints.meta_parameters import on_meta
     from placer.estimator.estimate import estimate
     from placer.evaluation.evaluate import evaluate
     from placer.executor.dataflow import DataFlow
@@ -94,7 +96,9 @@ __all__ = [
     "estimate",
     "evaluate",
     "gather_profile",
+    "load",
     "merge_profiles",
+    "on_meta",
     "profile",
     "refine",
     "solve",
@@ -127,7 +131,9 @@ _HOMES = {
     "estimate": "placer.estimator.estimate",
     "evaluate": "placer.evaluation.evaluate",
     "gather_profile": "placer.profiler.remote.gather",
+    "load": "placer.checkpoints.load",
     "merge_profiles": "placer.profiler.merge",
+    "on_meta": "placer.checkpoints.meta_parameters",
     "profile": "placer.profiler.profile",
     "refine": "placer.refinement.refine",
     "solve": "placer.solver.solve",

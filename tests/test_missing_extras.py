@@ -63,6 +63,8 @@ def run_without(extra: str, code: str, folder: Path) -> subprocess.CompletedProc
         "import placer; placer.capture_graph",
         "import placer; placer.refine",
         "import placer; placer.estimate",
+        "import placer; placer.load",
+        "import placer; placer.on_meta",
         "import placer; placer.gather_profile",
         "import placer; placer.testing",
         "import placer; placer.distributed",
@@ -146,6 +148,16 @@ def test_the_health_check_needs_nothing_that_is_not_pythons_own(tmp_path: Path) 
     code = "runpy.run_module('placer_server.healthcheck', run_name='__main__')"
     result = run_without("server", f"import os; os.environ['PLACER_PORT'] = '1'; {code}", tmp_path)
     assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_without_safetensors_a_checkpoint_is_refused_with_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    code = "from placer.checkpoints.files import read_checkpoint; read_checkpoint('.')"
+    last = run_without("safetensors", code, tmp_path).stderr.strip().splitlines()[-1]
+    assert last == (
+        "placer.errors.MissingExtraError: safetensors is not installed: pip install"
+        " 'torch-placer[safetensors]'"
+    )
 
 
 def test_what_needs_no_extra_works_without_any(tmp_path: Path) -> None:

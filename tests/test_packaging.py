@@ -159,7 +159,7 @@ An example imports mlflow only under ``--mlflow``, and then asks for the package
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("placer", ["torch", "transformers"]),
+        ("placer", ["torch", "transformers", "safetensors"]),
         ("client", ["torch"]),
         ("server", ["server", "telemetry"]),
         ("examples", ["all", "examples"]),

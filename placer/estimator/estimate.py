@@ -24,11 +24,12 @@ from placer.estimator import checkpoints, kv_cache, weight_files
 from placer.estimator.device_sizes import cluster_of, sized_cluster
 from placer.estimator.fake_profile import estimated_profile
 from placer.estimator.memory_search import Asked, Estimated, SmallerBatches, estimated
-from placer.estimator.meta_models import as_dtype, cast, meta_copy
+from placer.estimator.meta_models import cast, meta_copy
 from placer.profiler import profile_inputs
 from placer.profiler.loss_measurement import given_loss
 from placer.schema import Cluster, Estimate, EstimateOptions, Profile, ProfileOptions
 from placer.schema.options import combined
+from placer.utils.dtypes import as_dtype
 from placer.utils.garbage_collection import paused_collection
 from placer.utils.units import bytes_text
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from placer.errors import InputError, kind_of
+from placer.errors import InputError
 
 T = TypeVar("T")
 
@@ -47,21 +47,6 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
             f"{type(model).__name__} cannot be copied, as dtype and generate need it: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def as_dtype(given: Any) -> torch.dtype | None:
-    """Return a dtype from its name or itself; None stays None.
-
-    Raises:
-        InputError: torch has no such floating-point dtype.
-    """
-    if given is None:
-        return None
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        shown = repr(given) if isinstance(given, str) else kind_of(given)
-        raise InputError(f"dtype is {shown}; give float32, bfloat16, float16, ...")
-    return found
 
 
 def cast(inputs: Any, dtype: torch.dtype | None) -> Any:

@@ -228,6 +228,20 @@ class DataFlow(nn.Module):
                 devices.set_detours(routes)
                 raise
 
+    def assignment_of(self, placement: Placement | Mapping[str, Any]) -> Assignment:
+        """Return the devices that ``update_flow(placement)`` would give to the model's tensors.
+
+        Nothing is moved.
+
+        Args:
+            placement: as ``update_flow`` takes it.
+
+        Raises:
+            PlacementError: if the placement has no layers, or names unknown layers or devices.
+        """
+        found: Assignment = self._changes_of(placement)[0]["assignment"]
+        return found
+
     def _changes_of(
         self, placement: Placement | Mapping[str, Any] | None
     ) -> tuple[dict[str, Any], list[Any]]:

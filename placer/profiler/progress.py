@@ -8,7 +8,16 @@ from contextlib import contextmanager
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 Shown = bool | Literal["always"]
 """True (if stderr is a terminal), ``"always"``, or False."""
@@ -18,13 +27,13 @@ Step = Callable[[str], None]
 
 
 class Bar:
-    """A counter of begun steps, whose total may grow; shown once there are any.
+    """A counter of begun steps or bytes, whose total may grow; shown once there are any.
 
     Args:
         progress: draws the bar; None draws nothing.
 
     Attributes:
-        total: the number of known steps.
+        total: the number of known steps or bytes.
     """
 
     def __init__(self, progress: Progress | None) -> None:
@@ -41,11 +50,16 @@ class Bar:
             # has no effect if it runs already
             self._progress.start()
 
-    def __call__(self, description: str) -> None:
-        """Begin a step."""
+    def __call__(self, description: str, size: int = 1) -> None:
+        """Begin a step.
+
+        Args:
+            description: of the step.
+            size: its share of the total.
+        """
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=description[-40:], completed=self._begun)
-        self._begun += 1
+        self._begun += size
 
     def finish(self) -> None:
         """Mark all steps as done."""
@@ -54,12 +68,15 @@ class Bar:
 
 
 @contextmanager
-def progress_bar(shown: Shown, total: int = 0) -> Iterator[Bar]:
+def progress_bar(
+    shown: Shown, total: int = 0, unit: Literal["steps", "bytes"] = "steps"
+) -> Iterator[Bar]:
     """Show a progress bar.
 
     Args:
         shown: whether and where.
-        total: the number of steps known at the start.
+        total: the number of steps or bytes known at the start.
+        unit: of the total.
 
     Yields:
         A function to call with a description when a step begins.
@@ -67,12 +84,10 @@ def progress_bar(shown: Shown, total: int = 0) -> Iterator[Bar]:
     if not shown or not (shown == "always" or sys.stderr.isatty()):
         yield Bar(None)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(),)
+    if unit == "bytes":
+        counts = DownloadColumn(binary_units=True), TransferSpeedColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeRemainingColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=shown != "always")
     bar = Bar(progress)
     bar.expect(total)

@@ -104,7 +104,7 @@ class Whereabouts:
                 }
             )
         if moved:
-            _compact_rnn_weights(self._module)
+            compact_rnn_weights(self._module)
 
 
 def move_state(
@@ -138,7 +138,7 @@ def move_state(
                     _move_named(name, value, target, optimizers, known)
                     has_moved = True
         if has_moved:
-            _compact_rnn_weights(module)
+            compact_rnn_weights(module)
     except BaseException:
         before.restore()
         raise
@@ -343,12 +343,17 @@ def _refuse_without_data(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_meta:
         raise PlacementError(
-            f"{name!r} is on meta and has no data; load weights into the model (to_empty) and "
-            "place then"
+            f"{name!r} is on meta and has no data; load a checkpoint into the model with "
+            "placer.load, and place then"
         )
 
 
-def _compact_rnn_weights(module: nn.Module) -> None:
+def compact_rnn_weights(module: nn.Module) -> None:
+    """Let the weights of each recurrent layer be one block of memory again, as cuDNN needs them.
+
+    Args:
+        module: whose weights were moved or replaced.
+    """
     for child in module.modules():
         if isinstance(child, nn.RNNBase):
             child.flatten_parameters()
