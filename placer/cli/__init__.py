@@ -9,8 +9,7 @@ showing.py          show, compare
 evaluating.py       evaluate
 exporting.py        export
 serving.py          serve
-machine.py          doctor, demo
-caching.py          cache
+machine.py          doctor, demo, cache
 option_fields.py    options made from options objects
 options.py          options that several commands share
 option_words.py     devices, layers and sizes as words

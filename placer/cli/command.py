@@ -18,7 +18,6 @@ from typer.core import TyperGroup
 import placer
 from placer import errors
 from placer.cli import (
-    caching,
     estimating,
     evaluating,
     exporting,
@@ -75,7 +74,7 @@ for command in (
     showing.compare,
     exporting.export,
     evaluating.evaluate,
-    caching.cache,
+    machine.cache,
     serving.serve,
     machine.doctor,
     machine.demo,

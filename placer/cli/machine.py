@@ -1,18 +1,20 @@
-"""``placer doctor`` and ``placer demo``: a look at this machine, and a first run."""
+"""``placer doctor``, ``demo`` and ``cache``: a look at this machine, a first run, the cache."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from placer.cli.options import (
-    AsJson,
-)
+from placer.cli.options import AsJson
 from placer.cli.terminal import extra, spinner
+from placer.errors import InputError
+from placer.profiler.cache.file_cache import Cache, open_cache
+from placer.utils.units import bytes_text, count_text
 
 
 def doctor(json: AsJson = False) -> None:
@@ -38,3 +40,48 @@ def demo(
     with extra("torch"):
         from placer.demo import run
     raise typer.Exit(0 if run(quick=quick) else 1)
+
+
+def cache(
+    action: Annotated[
+        str,
+        typer.Argument(
+            metavar="size|clear", help="size: show the folder and its size; clear: empty it"
+        ),
+    ] = "size",
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="the cache; by default PLACER_CACHE, or the user's own"
+        ),
+    ] = None,
+    older_than: Annotated[
+        float, typer.Option(metavar="DAYS", min=0, help="clear only older measurements")
+    ] = 0.0,
+) -> None:
+    """Show the size of the cache of measurements, or clear it.
+
+    An entry is reused only for the same layer, device, driver, libraries and settings. Clear the
+    cache after a change that Placer cannot see: clocks locked by hand, or a machine that was busy
+    during the measurement.
+    """
+    if action not in ("size", "clear"):
+        raise InputError(f"{action!r} is not an action of the cache; write size or clear")
+    if action == "size" and older_than:
+        raise InputError(
+            f"--older-than {older_than:g} tells what is cleared; give it to placer cache clear"
+        )
+    found = open_cache(True if folder is None else folder)
+    if found is None:
+        raise InputError("PLACER_CACHE turns the cache off; name a folder with --folder")
+    if action == "clear":
+        print(
+            f"{count_text(found.clear(older_than), 'entry', 'entries')} removed from {found.folder}"
+        )
+    else:
+        print(_size(found))
+
+
+def _size(found: Cache) -> str:
+    count, total_bytes = found.size()
+    return f"{found.folder}: {count_text(count, 'entry', 'entries')}, {bytes_text(total_bytes)}"
