@@ -6,8 +6,7 @@ solving.py          solve, suggest
 estimating.py       estimate
 measuring.py        measure, refine
 showing.py          show, compare
-evaluating.py       evaluate
-exporting.py        export
+other_engines.py    export, evaluate
 serving.py          serve
 machine.py          doctor, demo, cache
 option_fields.py    options made from options objects

@@ -19,10 +19,9 @@ import placer
 from placer import errors
 from placer.cli import (
     estimating,
-    evaluating,
-    exporting,
     machine,
     measuring,
+    other_engines,
     profiling,
     serving,
     showing,
@@ -72,8 +71,8 @@ for command in (
     measuring.refine,
     showing.show,
     showing.compare,
-    exporting.export,
-    evaluating.evaluate,
+    other_engines.export,
+    other_engines.evaluate,
     machine.cache,
     serving.serve,
     machine.doctor,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import Run, chain
 
-from placer.cli import evaluating
+from placer.cli import other_engines
 from placer.schema import Evaluation, Placement, PlacementRequest, Profile
 from placer.solver.solve import solve
 
@@ -128,7 +128,7 @@ def test_the_server_solves_for_the_best_placement(
         asked.append((request.for_format, server))
         return solve(request)
 
-    monkeypatch.setattr(evaluating, "solve_anywhere", solve_there)
+    monkeypatch.setattr(other_engines, "solve_anywhere", solve_there)
     options = ("--profile", blocks_file, "--server", "http://host:8080")
     assert run("evaluate", "--from", "vllm", "--text", "2,2", *options).code == 0
     assert asked == [("vllm", "http://host:8080")]

@@ -1,23 +1,71 @@
-"""``placer evaluate``: judge a map of another engine, or of one's own."""
+"""``placer export`` and ``placer evaluate``: placements for other engines, and maps of theirs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.markup import escape
 
 from placer import errors
-from placer.cli.files import load_map, read
+from placer.cli.files import load_map, load_placement, read, write_text
 from placer.cli.option_fields import Words, expanded
-from placer.cli.options import Printed, Server
+from placer.cli.options import AsJson, Printed, Server, in_a_folder
 from placer.cli.solving import MEASURING, Target, solve_anywhere
-from placer.cli.terminal import spinner
+from placer.cli.terminal import err, extra, spinner, users_code
 from placer.errors import InputError
 from placer.schema import Placement, SuggestOptions
 from placer.schema.base import FormatName
 
 _OWN = {"file", "source", "text", "profile", "best"}
 """Parameters that do not change the request."""
+
+
+def export(
+    file: Annotated[
+        str, typer.Argument(metavar="PLACEMENT|-", help="JSON of a placement; - for stdin")
+    ],
+    to: Annotated[FormatName, typer.Option("--to", help="the format of the other engine")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="package.module:callable of the placed model: formats that name or count modules"
+            " then also cover modules without operations",
+        ),
+    ] = None,
+    arg: Annotated[
+        list[str],
+        typer.Option("--arg", metavar="KEY=VALUE", help="an argument of the callable; repeatable"),
+    ] = [],  # noqa: B006
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=in_a_folder, help="write to this file"
+        ),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Print a placement for another engine; what its format cannot say goes to stderr."""
+    found = load_placement(file).export(to, _model(model, arg))
+    text = found.model_dump_json(indent=1) if json else found.text
+    if output is None:
+        print(text)
+    else:
+        write_text(output, text + "\n")
+    if not json:
+        for note in found.notes:
+            err.print(escape(note), soft_wrap=True, highlight=False)
+
+
+def _model(spec: str | None, arguments: list[str]) -> object:
+    if spec is None:
+        return None
+    with extra("torch"), users_code():
+        from placer.cli.model_arguments import load_model
+
+        return load_model(spec, arguments)
 
 
 @expanded(SuggestOptions, leave_out=MEASURING)
