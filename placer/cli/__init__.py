@@ -10,8 +10,7 @@ other_engines.py    export, evaluate
 serving.py          serve
 machine.py          doctor, demo, cache
 option_fields.py    options made from options objects
-options.py          options that several commands share
-option_words.py     devices, layers and sizes as words
+options.py          options that several commands share, and readers of their words
 model_arguments.py  a model and its inputs as words
 files.py            JSON in and out
 terminal.py         the streams, and the messages on stderr

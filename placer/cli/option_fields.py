@@ -22,7 +22,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from placer.cli import option_words as words_of
+from placer.cli import options as shared_options
 from placer.cli.terminal import extra, users_code
 from placer.schema import BatchOptions
 from placer.schema.base import Wire
@@ -94,7 +94,7 @@ SPELLED: dict[str, Spelled | None] = {
             "the layer must be on the device; repeatable",
             "LAYER=DEVICE",
         ),
-        lambda given, names: words_of.pins(names, given["pin"]),
+        lambda given, names: shared_options.pins(names, given["pin"]),
     ),
     "forbidden": Spelled(
         _one(
@@ -104,7 +104,7 @@ SPELLED: dict[str, Spelled | None] = {
             "the layer must not be there; * for every layer; repeatable",
             "LAYER=DEVICE",
         ),
-        lambda given, names: words_of.bans(names, given["forbid"]),
+        lambda given, names: shared_options.bans(names, given["forbid"]),
     ),
     "colocated": None,
     "recompute": Spelled(
@@ -124,7 +124,9 @@ SPELLED: dict[str, Spelled | None] = {
                 "DEVICE=WORD",
             ),
         },
-        lambda given, names: words_of.recomputing(names, given["recompute"], given["recompute_on"]),
+        lambda given, names: shared_options.recomputing(
+            names, given["recompute"], given["recompute_on"]
+        ),
     ),
     "optimizer": Spelled(
         _one(
@@ -155,7 +157,7 @@ SPELLED: dict[str, Spelled | None] = {
             ),
             **_one("no_cache", bool, "--no-cache", "measure everything, and keep nothing"),
         },
-        lambda given, _: words_of.cache_folder(given["cache"], given["no_cache"]),
+        lambda given, _: shared_options.cache_folder(given["cache"], given["no_cache"]),
     ),
     "loss_fn": Spelled(
         _one(
@@ -175,7 +177,7 @@ SPELLED: dict[str, Spelled | None] = {
             "the target of the loss, for one micro-batch: 8:int64",
             "SHAPE[:DTYPE]",
         ),
-        lambda given, _: words_of.goal(given["target"], given["loss"]),
+        lambda given, _: shared_options.goal(given["target"], given["loss"]),
     ),
     "batch_options": Spelled(
         _one(
@@ -195,7 +197,7 @@ SPELLED: dict[str, Spelled | None] = {
             "objective step: micro-batch sizes to measure and choose from",
             "8,16",
         ),
-        lambda given, _: words_of.sample_counts(given["batch_sizes"]),
+        lambda given, _: shared_options.sample_counts(given["batch_sizes"]),
     ),
     "dtype": Spelled(
         _one(

@@ -1,17 +1,25 @@
-"""Options that several commands of ``placer`` share, and groups of them."""
+"""Options that several commands of ``placer`` share, groups of them, and readers of their words.
+
+cuda:0=8GiB       the memory that a placement may use of a device (8GiB alone: of each device)
+layer4=cuda:1     a layer and a device; a device is a name or its index in the cluster
+cuda:1=always     a device, and whether it recomputes
+4,8,16            micro-batch sizes
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
-from placer.cli import option_words
 from placer.cli.files import Answer, emit
 from placer.cli.terminal import extra, users_code
 from placer.errors import InputError
+from placer.schema import Cluster, Device, Recompute
+from placer.utils.units import parse_bytes
 
 Written = TypeVar("Written", str, Path, None)
 
@@ -119,7 +127,7 @@ class Measured(Example):
         """
         with extra("torch"):
             from placer.devices import resolve
-        return [str(device) for device in resolve(option_words.device_list(self.devices))]
+        return [str(device) for device in resolve(device_list(self.devices))]
 
 
 @dataclass(frozen=True)
@@ -141,3 +149,170 @@ class Printed:
     def emit(self, answer: Answer) -> None:
         """Write the answer."""
         emit(answer, self.output, self.json)
+
+
+def limits(names: Sequence[str], texts: Sequence[str]) -> dict[str, int]:
+    """Return the bytes that a placement may use, by device.
+
+    Args:
+        names: the devices of the cluster.
+        texts: ``[DEVICE=]SIZE`` each; a later one wins.
+
+    Raises:
+        InputError: there is no such device, or a text holds no size.
+    """
+    usable: dict[str, int] = {}
+    for text in texts:
+        name, _, size = text.rpartition("=")
+        limited_devices = [device_named(names, name)] if name else names
+        usable.update(dict.fromkeys(limited_devices, parse_bytes(size)))
+    return usable
+
+
+def limited(cluster: Cluster, texts: Sequence[str]) -> Cluster:
+    """Return the cluster with the memory that a placement may use of its devices.
+
+    Args:
+        cluster: the devices as measured.
+        texts: see ``limits``.
+
+    Raises:
+        InputError: there is no such device, or a text holds no size.
+    """
+    usable = limits([device.name for device in cluster.devices], texts)
+    devices = [device.model_dump() for device in cluster.devices]
+    for device in devices:
+        if device["name"] in usable:
+            device.update(memory_bytes=usable[device["name"]], reserve_bytes=0)
+    return Cluster(devices=tuple(Device(**device) for device in devices), links=cluster.links)
+
+
+def device_named(names: Sequence[str], word: str) -> str:
+    """Return the name of a device that is given by name or by its index in the cluster.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    if word.isdecimal() and int(word) < len(names):
+        return names[int(word)]
+    if word not in names:
+        raise InputError(f"there is no device {word!r}; the cluster has {', '.join(names)}")
+    return word
+
+
+def pins(names: Sequence[str], texts: Sequence[str]) -> dict[str, str]:
+    """Return the device of each pinned layer, from ``LAYER=DEVICE`` each.
+
+    Raises:
+        InputError: a text has another form, there is no such device, or a layer is pinned twice.
+    """
+    pinned: dict[str, str] = {}
+    for layer, device in (_pair(names, text) for text in texts):
+        if pinned.setdefault(layer, device) != device:
+            raise InputError(
+                f"layer {layer!r} is pinned to {pinned[layer]} and to {device}; pin it to one"
+            )
+    return pinned
+
+
+def bans(names: Sequence[str], texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the forbidden devices of each layer, from ``LAYER=DEVICE`` each.
+
+    Raises:
+        InputError: a text has another form, or there is no such device.
+    """
+    banned: dict[str, tuple[str, ...]] = {}
+    for layer, device in (_pair(names, text) for text in texts):
+        banned[layer] = (*banned.get(layer, ()), device)
+    return banned
+
+
+def recomputing(
+    names: Sequence[str], others: bool, by_device: Sequence[str]
+) -> Recompute | dict[str, Recompute]:
+    """Return which devices recompute: one word for all, or a word for each device.
+
+    Args:
+        names: the devices of the cluster.
+        others: whether devices that are not named may recompute.
+        by_device: ``DEVICE=never``, ``DEVICE=auto`` or ``DEVICE=always`` each.
+
+    Raises:
+        InputError: a text has another form, or there is no such device.
+    """
+    default: Recompute = "auto" if others else "never"
+    if not by_device:
+        return default
+    words: dict[str, Recompute] = {"*": default}
+    for text in by_device:
+        device, _, rule = text.rpartition("=")
+        word = next((word for word in get_args(Recompute) if word == rule), None)
+        if word is None or not device:
+            raise InputError(
+                f"{text!r} is not DEVICE=WORD with a word of {', '.join(get_args(Recompute))};"
+                " write cuda:1=always"
+            )
+        words[device_named(names, device)] = word
+    return words
+
+
+def sample_counts(text: str) -> list[int]:
+    """Return micro-batch sizes in samples, the smallest first, from ``4,8,16``.
+
+    Raises:
+        InputError: one is not a number, is below 1, or is listed twice.
+    """
+    counts = [count.strip() for count in text.split(",")]
+    if not all(count.isdecimal() and int(count) for count in counts) or len(
+        {int(count) for count in counts}
+    ) < len(counts):
+        raise InputError(
+            f"--batch-sizes {text!r}: give different numbers of samples, each at least 1, as in"
+            " 4,8,16"
+        )
+    return sorted(map(int, counts))
+
+
+def device_list(text: str | None) -> int | list[str] | None:
+    """Return the devices that ``--devices`` names: a number, names, or None for all."""
+    if text is None:
+        return None
+    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
+
+
+def cache_folder(folder: str | None, off: bool) -> str | bool:
+    """Return the cache that ``--cache`` and ``--no-cache`` name.
+
+    Raises:
+        InputError: both are given.
+    """
+    if off and folder is not None:
+        raise InputError(f"--no-cache and --cache {folder} contradict each other; give one")
+    return not off if folder is None else folder
+
+
+def goal(target: str | None, loss: str | None) -> Any:
+    """Return a random target for the loss, from ``SHAPE[:DTYPE]``.
+
+    Raises:
+        InputError: a target is given without a loss, or has another form.
+    """
+    if target is None:
+        return None
+    if loss is None or "=" in target:
+        raise InputError(
+            f"--target {target} goes with --loss, whose second argument it is; give both, as in"
+            " 8:int64"
+        )
+    from placer.cli.model_arguments import parse_inputs
+
+    return next(iter(parse_inputs([target])))
+
+
+def _pair(names: Sequence[str], text: str) -> tuple[str, str]:
+    layer, equals, device = text.rpartition("=")
+    if not equals or not layer:
+        raise InputError(
+            f"{text!r} names no layer and device; write LAYER=DEVICE, as in layer4=cuda:1"
+        )
+    return layer, device_named(names, device)

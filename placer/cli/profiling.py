@@ -11,8 +11,7 @@ import typer
 
 from placer.cli.files import emit, load_profile
 from placer.cli.option_fields import Words, expanded
-from placer.cli.option_words import limited, limits, sample_counts
-from placer.cli.options import Measured, Printed
+from placer.cli.options import Measured, Printed, limited, limits, sample_counts
 from placer.cli.terminal import extra, profiling_log, users_code
 from placer.errors import InputError
 from placer.profiler.merge import merge_profiles

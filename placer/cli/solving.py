@@ -8,10 +8,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from placer import errors
-from placer.cli import option_words
 from placer.cli.files import load_cluster, load_profile, load_question
 from placer.cli.option_fields import Words, expanded
-from placer.cli.options import Measured, Memory, Model, Printed, Server
+from placer.cli.options import Measured, Memory, Model, Printed, Server, limited, limits
 from placer.cli.terminal import profiling_log, spinner, users_code
 from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest, ProfileOptions, SuggestOptions
@@ -62,7 +61,7 @@ class Target:
         cluster = load_cluster(self.cluster) if self.cluster else subject.cluster
         if cluster is None:
             raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
-        cluster = option_words.limited(cluster, self.memory)
+        cluster = limited(cluster, self.memory)
         options = words.read([device.name for device in cluster.devices])
         profiles = [*(load_profile(name) for name in self.also), subject]
         if options.split_tied:
@@ -102,13 +101,13 @@ def suggest(
     """Profile a model here and find its best placement: profile and solve in one."""
     names = measured.names()
     options = words.read(names).model_copy(update={"profile_on_server": False})
-    limits = option_words.limits(names, measured.memory)
+    memory_bytes = limits(names, measured.memory)
     module, inputs = measured.load(model)
     from placer_client.suggest import question
 
     with profiling_log(), users_code():
         request = question(
-            module, inputs, options, devices=names, memory_bytes=limits or None, server=server
+            module, inputs, options, devices=names, memory_bytes=memory_bytes or None, server=server
         )
     answer(request, server, printed)
 
