@@ -39,9 +39,9 @@ from placer.schema import (
     Timeline,
 )
 from placer.schema.base import FormatName
-from placer.schema.batch import MAX_REQUESTS
 from placer.schema.export import Export
 from placer.schema.graph import ProfileRequest
+from placer.schema.service import MAX_REQUESTS
 
 from . import errors
 from .exchange import NOTHING_SENT, RETRIED, Call, Exchange, Pause, Sender

@@ -20,7 +20,6 @@ from placer.schema.base import (
     StepKind,
     Transfers,
 )
-from placer.schema.batch import Batch, BatchAnswer, BatchAnswers
 from placer.schema.batch_options import BatchOptions
 from placer.schema.cluster import Cluster, Device, Link, Node, NodeList, Rate
 from placer.schema.estimate import (
@@ -30,7 +29,6 @@ from placer.schema.estimate import (
     Estimate,
     EstimateRequest,
 )
-from placer.schema.history import PlacementPage, Progress, Summary
 from placer.schema.judgement import Best, Comparison, Evaluation, Fault, FaultKind, Move
 from placer.schema.options import (
     Constraints,
@@ -56,6 +54,14 @@ from placer.schema.placement import (
 from placer.schema.profile import Edge, Layer, Profile, TiedParameters
 from placer.schema.refinement import Refinement, Round, StageTime
 from placer.schema.request import PlacementRequest
+from placer.schema.service import (
+    Batch,
+    BatchAnswer,
+    BatchAnswers,
+    PlacementPage,
+    Progress,
+    Summary,
+)
 from placer.schema.timeline import DeviceTime, Timeline, TimelineCopy, TimelinePass
 
 __all__ = [
