@@ -50,7 +50,7 @@ from placer.executor.output_joining import Joining
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.training.loss.loss_weights import Weighing, merged
 from placer.schema import BatchOptions, Placement
-from placer.schema.batch_options import Weigh
+from placer.schema.options import Weigh
 from placer.utils.units import count_text
 
 

@@ -62,7 +62,7 @@ from placer.executor.training.train_step import TrainStep
 from placer.executor.training.training_pipeline import Order
 from placer.report.timeline import Measurement
 from placer.schema import BatchOptions, Placement, Profile, Schedule
-from placer.schema.batch_options import Weigh
+from placer.schema.options import Weigh
 
 __all__ = ["DataFlow"]
 

@@ -22,7 +22,7 @@ from placer.capture.batch_dims.value_names import name_of_part
 from placer.capture.pytrees import container_parts, flatten
 from placer.errors import InputError
 from placer.schema import BatchOptions
-from placer.schema.batch_options import OTHERS, Join, rule_for
+from placer.schema.options import OTHERS, Join, rule_for
 
 # A mean with equal weights of samples, where the loss weighs them differently.
 _SAMPLES_MEAN: Any = "mean over samples"

@@ -20,7 +20,6 @@ from placer.schema.base import (
     StepKind,
     Transfers,
 )
-from placer.schema.batch_options import BatchOptions
 from placer.schema.cluster import Cluster, Device, Link, Node, NodeList, Rate
 from placer.schema.estimate import (
     CardCount,
@@ -31,6 +30,7 @@ from placer.schema.estimate import (
 )
 from placer.schema.judgement import Best, Comparison, Evaluation, Fault, FaultKind, Move
 from placer.schema.options import (
+    BatchOptions,
     Constraints,
     EstimateOptions,
     ProfileOptions,

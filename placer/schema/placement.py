@@ -21,9 +21,9 @@ from placer.schema.base import (
     Wire,
     refuse_duplicates,
 )
-from placer.schema.batch_options import BatchOptions
 from placer.schema.device_map import Place, device_map
 from placer.schema.export import Export
+from placer.schema.options import BatchOptions
 from placer.utils.units import count_text
 
 

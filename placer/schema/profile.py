@@ -20,8 +20,8 @@ from placer.schema.base import (
     refuse_duplicates,
     refuse_unknown,
 )
-from placer.schema.batch_options import BatchOptions
 from placer.schema.cluster import Cluster
+from placer.schema.options import BatchOptions
 
 Shares = Annotated[
     dict[Name, Annotated[float, Field(ge=0, le=1e9)]], Field(max_length=64), IN_ORDER

@@ -33,7 +33,7 @@ from placer.capture.batch_dims.value_names import (
 from placer.capture.pytrees import Structure, container_parts, flatten, flatten_inputs
 from placer.errors import InputError, kind_of
 from placer.schema import BatchOptions
-from placer.schema.batch_options import OTHERS, Cut, rule_for
+from placer.schema.options import OTHERS, Cut, rule_for
 
 DEFAULT_OPTIONS = BatchOptions()
 """The options if the user declared nothing."""

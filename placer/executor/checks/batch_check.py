@@ -37,7 +37,7 @@ from placer.executor.checks.label_counts import (
 from placer.executor.checks.tolerances import Closeness, shown
 from placer.executor.output_joining import Difference, Joining, find_rules
 from placer.schema import BatchOptions
-from placer.schema.batch_options import OTHERS, Cut
+from placer.schema.options import OTHERS, Cut
 from placer.utils.user_warnings import warn
 
 Run = Callable[[Call], Any]

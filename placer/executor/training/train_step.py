@@ -51,7 +51,7 @@ from placer.executor.training.step_rollback import Kept
 from placer.executor.training.training_batch import Batch
 from placer.executor.training.training_pipeline import SCHEDULES, Order, TrainingPipeline
 from placer.schema import BatchOptions
-from placer.schema.batch_options import Weigh
+from placer.schema.options import Weigh
 from placer.utils.user_warnings import warn
 
 

@@ -30,7 +30,7 @@ from placer.errors import InputError
 from placer.executor.micro_batches import weights_of
 from placer.executor.training.loss.label_weights import CountedLabels
 from placer.schema import BatchOptions
-from placer.schema.batch_options import Weigh
+from placer.schema.options import Weigh
 from placer.utils.user_warnings import warn
 
 # The label that torch's losses ignore by default.
