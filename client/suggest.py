@@ -315,7 +315,7 @@ def _verify(model: nn.Module, example_inputs: Any, asked: SuggestOptions) -> Non
     Raises:
         BatchError: parts of the example inputs give other results than the whole.
     """
-    from placer.executor.example_check import verify_example
+    from placer.executor.checks.example_check import verify_example
     from placer.profiler.profile_inputs import mode
 
     with mode(model, asked.training is not False):
