@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from placer import DataFlow, devices
 from placer.errors import CaptureError, InputError
-from placer.executor.capture_delay import Waiting
+from placer.executor.model_captures import Waiting
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(4, 8)

@@ -11,7 +11,7 @@ from splitting import scatter_layers, twins
 
 from placer import DataFlow
 from placer.executor import model_captures
-from placer.executor.capture_delay import Waiting
+from placer.executor.model_captures import Waiting
 
 
 @pytest.mark.covering(every=2)
