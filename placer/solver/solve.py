@@ -36,8 +36,8 @@ from placer.solver.check import check
 from placer.solver.contiguous import stage_scope, stage_search
 from placer.solver.contiguous.order_search import none_in_any_order
 from placer.solver.contiguous.redivision import redivide
-from placer.solver.contiguous.stage_links import StageLinks, quickest_everywhere, stage_links
 from placer.solver.contiguous.stage_program import StageModel
+from placer.solver.contiguous.stage_scope import StageLinks, quickest_everywhere, stage_links
 from placer.solver.cpsat.model import MOST_RULES, PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer, Meter
 from placer.solver.enumeration import every_map

@@ -22,8 +22,7 @@ from ortools.sat.python import cp_model
 
 from placer.schema import Link
 from placer.solver.bounds import memory_bounds
-from placer.solver.contiguous.stage_links import StageLinks, stage_links
-from placer.solver.contiguous.stage_scope import knows_memory
+from placer.solver.contiguous.stage_scope import StageLinks, knows_memory, stage_links
 from placer.solver.contiguous.transfer_windows import narrowed_windows
 from placer.solver.cpsat.peak_constraints import PeakConstraints
 from placer.solver.cpsat.runner import Answer, Limits, run

@@ -9,8 +9,8 @@ from small_requests import examples, small_requests
 
 from placer.schema import Cluster, Device, Link
 from placer.solver.contiguous import stage_scope
-from placer.solver.contiguous.stage_links import quickest_everywhere, stage_links
 from placer.solver.contiguous.stage_program import StageModel
+from placer.solver.contiguous.stage_scope import quickest_everywhere, stage_links
 from placer.solver.cpsat.runner import Limits
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
