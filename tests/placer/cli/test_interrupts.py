@@ -7,7 +7,7 @@ import sys
 
 SWALLOWING = """
 import contextlib, io, os, signal
-from placer.cli.interrupts import ended_by_interrupts
+from placer.cli import ended_by_interrupts
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with {guard}:
@@ -40,7 +40,7 @@ def test_an_exception_would_be_lost_there() -> None:
 
 def test_the_handler_of_others_is_left_alone() -> None:
     code = (
-        "import signal\nfrom placer.cli.interrupts import ended_by_interrupts\n"
+        "import signal\nfrom placer.cli import ended_by_interrupts\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "with ended_by_interrupts():\n    signal.raise_signal(signal.SIGINT)\n"
         "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)\n"
