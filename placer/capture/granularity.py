@@ -29,7 +29,7 @@ from placer.capture.export.module_names import call_number
 from placer.capture.layers import tensor_bytes
 from placer.errors import InputError
 from placer.schema.base import MERGED
-from placer.schema.device_map import never_split
+from placer.schema.export import never_split
 
 Granularity = str | int | Collection[str] | Callable[[str, nn.Module], bool]
 

@@ -21,8 +21,7 @@ from placer.schema.base import (
     Wire,
     refuse_duplicates,
 )
-from placer.schema.device_map import Place, device_map
-from placer.schema.export import Export
+from placer.schema.export import Export, Place, device_map
 from placer.schema.options import BatchOptions
 from placer.utils.units import count_text
 

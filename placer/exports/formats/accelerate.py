@@ -14,7 +14,7 @@ from placer.exports.plan import Plan
 from placer.exports.python_data import python_data
 from placer.exports.units import Unit, block_path, modules_of, units_anywhere
 from placer.schema.base import WHOLE
-from placer.schema.device_map import Place, device_map, never_split
+from placer.schema.export import Place, device_map, never_split
 from placer.schema.faults import nearest
 
 _EXAMPLE = '{"model.embed_tokens": 0, "model.layers": 1, "lm_head": 1}'
