@@ -87,7 +87,7 @@ def _check_replicas(request: PlacementRequest, placement: Placement) -> None:
     """Check a placement with replicas: each pipeline by itself, then what they exchange."""
     is_step = request.objective == "step"
     require((placement.step is not None) == is_step, "step comes with objective 'step' alone")
-    replicas.check_shares(request, placement)
+    replicas.check_replicas(request, placement)
     replicas.check_idle(request, placement)
     rate_of = replicas.rates(request, placement)
     largest = max(load.load_ms for load in placement.devices)

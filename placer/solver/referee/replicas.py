@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, gradient_pieces
@@ -52,9 +53,8 @@ class ExchangeReading:
     optimizer_ms: float
 
 
-def check_shares(request: PlacementRequest, placement: Placement) -> None:
-    """Raise unless replicas are allowed, and share each micro-batch on devices of their own."""
-    claimed = placement.replicas
+def check_replicas(request: PlacementRequest, placement: Placement) -> None:
+    """Raise unless replicas are allowed, have devices of their own, and share micro-batches."""
     rules = request.constraints
     require(
         request.replicas == "auto"
@@ -66,6 +66,13 @@ def check_shares(request: PlacementRequest, placement: Placement) -> None:
         request.objective in ("step", "throughput"),
         f"replicas are given under objective {request.objective!r}",
     )
+    _check_devices(request, placement)
+    _check_shares(request, placement)
+
+
+def _check_devices(request: PlacementRequest, placement: Placement) -> None:
+    """Raise unless each stage has equally many replicas, each on a device of its own."""
+    claimed = placement.replicas
     equal("devices of replicas", sorted(claimed), sorted(set(placement.layer_devices.values())))
     counts = {len(members) for members in claimed.values()}
     require(
@@ -80,6 +87,16 @@ def check_shares(request: PlacementRequest, placement: Placement) -> None:
     )
     for device, members in claimed.items():
         equal(f"first replica of {device}", members[0].device, device)
+    rules = request.constraints
+    least, most = rules.min_devices or 1, rules.max_devices or len(used)
+    require(
+        least <= len(used) <= most, f"{len(used)} devices are used, {least} to {most} are allowed"
+    )
+
+
+def _check_shares(request: PlacementRequest, placement: Placement) -> None:
+    """Raise unless the shares add up to a micro-batch, and are equal where they have to be."""
+    claimed = placement.replicas
     shares = {tuple(one.samples for one in members) for members in claimed.values()}
     require(len(shares) == 1, f"stages share micro-batches in several ways: {sorted(shares)}")
     (samples,) = shares
@@ -88,10 +105,6 @@ def check_shares(request: PlacementRequest, placement: Placement) -> None:
         require(
             len(set(samples)) == 1, f"pipelines of several stages have unequal shares {samples}"
         )
-    least, most = rules.min_devices or 1, rules.max_devices or len(used)
-    require(
-        least <= len(used) <= most, f"{len(used)} devices are used, {least} to {most} are allowed"
-    )
 
 
 def pipelines(request: PlacementRequest, placement: Placement) -> list[PipelineClaim]:
@@ -269,6 +282,40 @@ def exchange_readings(
         reading: of its step, before optimizers include exchanges.
         rate_of: by device, the rates of reducing and of gathering.
     """
+    passes_end, ended = _pass_ends(reading)
+    pieces: dict[str, list[_Piece]] = defaultdict(list)
+    for stage in sorted(ended):
+        pieces[reading.device_of(stage)] += _pieces(request, reading, stage, ended[stage])
+    found = {}
+    for device, end_ms in passes_end.items():
+        reduce, gather = rate_of[device]
+        own = pieces[device]
+        found[device] = ExchangeReading(
+            reduce_ms=sum(_time(reduce, piece.bytes) for piece in own),
+            exposed_ms=max(0.0, _reductions_end(own, reduce) - end_ms),
+            gather_ms=sum(_time(gather, piece.bytes) for piece in own),
+            waits_ms=_waits_ms(own, gather),
+            optimizer_ms=reading.optimizer_of(device),
+        )
+    return found
+
+
+class _Piece(NamedTuple):
+    """Consecutive layers of a stage whose gradients are exchanged together.
+
+    Attributes:
+        bytes: their gradients.
+        forward_ms: their forward passes of a micro-batch.
+        ready_ms: when their gradients are complete.
+    """
+
+    bytes: int
+    forward_ms: float
+    ready_ms: float
+
+
+def _pass_ends(reading: StepReading) -> tuple[dict[str, float], dict[int, float]]:
+    """Return when the passes of each device end, and the last backward pass of each stage."""
     last = "weights" if reading.plan.split else "backward"
     clock: dict[str, float] = defaultdict(float)
     ended: dict[int, float] = {}
@@ -277,47 +324,47 @@ def exchange_readings(
         clock[device] += reading.duration(event.stage, event.phase)
         if event.phase == last:
             ended[event.stage] = clock[device]
-    complete: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    arriving: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    return clock, ended
+
+
+def _pieces(
+    request: PlacementRequest, reading: StepReading, stage: int, ended_ms: float
+) -> list[_Piece]:
+    """Return the pieces of a stage in execution order; a stage without gradients is one piece."""
     kinds = {device.name: device.type for device in request.devices}
-    for stage in sorted(ended):
-        device = reading.device_of(stage)
-        layers = [
-            layer for layer in request.profile.layers if reading.stage_of[layer.name] == stage
-        ]
-        sizes = [layer.grad_bytes for layer in layers]
-        times = [reading.last_pass_ms(layer) for layer in layers]
-        pieces_of_stage = gradient_pieces(sizes)
-        kind = kinds[device]
-        for piece in pieces_of_stage[::-1] or [range(len(layers))]:
-            own = layers[piece.start : piece.stop]
-            forward_ms = sum(layer.forward_ms[kind] for layer in own)
-            arriving[device].append((sum(layer.grad_bytes for layer in own), forward_ms))
-        for piece in pieces_of_stage:
-            ready = ended[stage] - sum(times[: piece.start])
-            complete[device].append((ready, sum(sizes[piece.start : piece.stop])))
-    found = {}
-    for device in clock:
-        reduce, gather = rate_of[device]
-        end = clock[device]
-        # a reduction and all that follow it begin when its gradients are complete, or later
-        pieces = sorted(complete[device])
-        for number, (ready, _) in enumerate(pieces):
-            end = max(end, ready + sum(_time(reduce, size) for _, size in pieces[number:]))
-        forwards, gathered = [0.0], [0.0]
-        for size, forward_ms in arriving[device]:
-            gathered.append(gathered[-1] + _time(gather, size))
-            forwards.append(forwards[-1] + forward_ms)
-        # the passes of a piece wait until it is there
-        forwards = [0.0, *forwards[:-1]]
-        found[device] = ExchangeReading(
-            reduce_ms=sum(_time(reduce, size) for _, size in pieces),
-            exposed_ms=end - clock[device],
-            gather_ms=gathered[-1],
-            waits_ms=max(there - run for there, run in zip(gathered, forwards, strict=True)),
-            optimizer_ms=reading.optimizer_of(device),
+    kind = kinds[reading.device_of(stage)]
+    layers = [layer for layer in request.profile.layers if reading.stage_of[layer.name] == stage]
+    times = [reading.last_pass_ms(layer) for layer in layers]
+    ranges = gradient_pieces([layer.grad_bytes for layer in layers]) or [range(len(layers))]
+    return [
+        _Piece(
+            sum(layers[index].grad_bytes for index in piece),
+            sum(layers[index].forward_ms[kind] for index in piece),
+            ended_ms - sum(times[: piece.start]),
         )
-    return found
+        for piece in reversed(ranges)
+    ]
+
+
+def _reductions_end(pieces: Sequence[_Piece], rate: Rate) -> float:
+    """Return when the last reduction of a device ends; negative infinity without gradients."""
+    waiting = sorted((piece.ready_ms, piece.bytes) for piece in pieces if piece.bytes)
+    # a reduction and all that follow it begin when its gradients are complete, or later
+    return max(
+        (
+            ready_ms + sum(_time(rate, size) for _, size in waiting[number:])
+            for number, (ready_ms, _) in enumerate(waiting)
+        ),
+        default=-inf,
+    )
+
+
+def _waits_ms(pieces: Sequence[_Piece], rate: Rate) -> float:
+    """Return how long first forward passes wait for parameters, which arrive piece by piece."""
+    gathered = itertools.accumulate((_time(rate, piece.bytes) for piece in pieces), initial=0.0)
+    forwards = itertools.accumulate((piece.forward_ms for piece in pieces[:-1]), initial=0.0)
+    # the passes of a piece wait until it is there
+    return max(there - run for there, run in zip(gathered, [0.0, *forwards], strict=True))
 
 
 def with_amortised_exchange(
@@ -336,6 +383,24 @@ def with_amortised_exchange(
     return request.model_copy(update={"profile": profile})
 
 
+class _StepTimes(NamedTuple):
+    """The times of a step with exchanges, in milliseconds.
+
+    Attributes:
+        isolated_ms: from an idle cluster to the last device's end.
+        steady_state_ms: from one step to the next.
+        optimizer_ms: the longest time of an optimizer.
+        exchange_ms: the exchange of the device that shows most of it.
+        exposed_ms: the part of ``exchange_ms`` that lengthens the step.
+    """
+
+    isolated_ms: float
+    steady_state_ms: float
+    optimizer_ms: float
+    exchange_ms: float
+    exposed_ms: float
+
+
 def check_step(
     request: PlacementRequest,
     placement: Placement,
@@ -352,47 +417,65 @@ def check_step(
     """
     step = placement.step
     assert step is not None  # check() has looked
+    has_stages = len(placement.replicas) > 1
+    times = (_times_of_pipelines if has_stages else _times_of_copies)(readings, exchanged)
     known = sorted({profile.batch_size for profile in (request.profile, *request.profiles)})
-    every = [one for devices in exchanged for one in devices.values()]
+    samples = {replica.samples for replica in next(iter(placement.replicas.values()))}
     equal("step.kind", step.kind, request.step_kind)
-    near("step.optimizer_ms", step.optimizer_ms, max(one.optimizer_ms for one in every))
-    samples = [replica.samples for replica in next(iter(placement.replicas.values()))]
-    if len(placement.replicas) > 1:
-        for reading, devices in zip(readings, exchanged, strict=True):
-            for device, one in devices.items():
-                slot_ms = one.exposed_ms + one.optimizer_ms + one.waits_ms
-                reading.set_optimizer(device, slot_ms)
-        isolated_ms = max(reading.isolated_ms for reading in readings)
-        steady_state_ms = max(reading.steady_state_ms for reading in readings)
-        longest = max(
-            every,
-            key=lambda one: (one.exposed_ms + one.waits_ms, one.reduce_ms + one.gather_ms),
-        )
-        exposed_ms = longest.exposed_ms + longest.waits_ms
-    else:
-        # devices may be unlike, and wait for the slowest
-        passes = [reading.isolated_ms - reading.optimizer_ms() for reading in readings]
-        ends = [
-            one.waits_ms + time_ms + one.exposed_ms
-            for time_ms, one in zip(passes, every, strict=True)
-        ]
-        longest = every[0]
-        exposed_ms = max(ends) - max(passes)
-        isolated_ms = max(ends) + max(one.optimizer_ms for one in every)
-        steady_state_ms = isolated_ms
-    is_measured = set(samples) <= set(known)
+    near("step.optimizer_ms", step.optimizer_ms, times.optimizer_ms)
     equal(
-        "step.measured_batch_sizes", list(step.measured_batch_sizes), [] if is_measured else known
+        "step.measured_batch_sizes",
+        list(step.measured_batch_sizes),
+        [] if samples <= set(known) else known,
     )
-    scale = 1e-9 * max(isolated_ms, 1e-9)
-    near("step.reduction_ms", step.reduction_ms, longest.reduce_ms + longest.gather_ms, scale)
-    hidden_ms = longest.reduce_ms + longest.gather_ms - exposed_ms
+    scale = 1e-9 * max(times.isolated_ms, 1e-9)
+    near("step.reduction_ms", step.reduction_ms, times.exchange_ms, scale)
+    hidden_ms = times.exchange_ms - times.exposed_ms
     near("step.reduction_hidden_ms", step.reduction_hidden_ms, hidden_ms, scale)
-    near("step.isolated_ms", -1.0 if step.isolated_ms is None else step.isolated_ms, isolated_ms)
-    near(
-        "step.steady_state_ms",
-        -1.0 if step.steady_state_ms is None else step.steady_state_ms,
-        steady_state_ms,
-    )
+    for name in ("isolated_ms", "steady_state_ms"):
+        claimed = getattr(step, name)
+        near(f"step.{name}", -1.0 if claimed is None else claimed, getattr(times, name))
     equal("step.in_flight", step.in_flight, readings[0].plan.in_flight)
-    return steady_state_ms if request.step_kind == "steady-state" else isolated_ms
+    return times.steady_state_ms if request.step_kind == "steady-state" else times.isolated_ms
+
+
+def _times_of_pipelines(
+    readings: Sequence[StepReading], exchanged: Sequence[Mapping[str, ExchangeReading]]
+) -> _StepTimes:
+    """Return the times of pipelines of several stages, whose devices exchange in idle time."""
+    for reading, devices in zip(readings, exchanged, strict=True):
+        for device, one in devices.items():
+            reading.set_optimizer(device, one.exposed_ms + one.optimizer_ms + one.waits_ms)
+    every = [one for devices in exchanged for one in devices.values()]
+    longest = max(
+        every, key=lambda one: (one.exposed_ms + one.waits_ms, one.reduce_ms + one.gather_ms)
+    )
+    return _StepTimes(
+        isolated_ms=max(reading.isolated_ms for reading in readings),
+        steady_state_ms=max(reading.steady_state_ms for reading in readings),
+        optimizer_ms=max(one.optimizer_ms for one in every),
+        exchange_ms=longest.reduce_ms + longest.gather_ms,
+        exposed_ms=longest.exposed_ms + longest.waits_ms,
+    )
+
+
+def _times_of_copies(
+    readings: Sequence[StepReading], exchanged: Sequence[Mapping[str, ExchangeReading]]
+) -> _StepTimes:
+    """Return the times of whole copies of the model, whose devices may be unlike.
+
+    Each device waits for the slowest one in the exchange.
+    """
+    every = [one for devices in exchanged for one in devices.values()]
+    passes = [reading.isolated_ms - reading.optimizer_ms() for reading in readings]
+    ends = [
+        one.waits_ms + time_ms + one.exposed_ms for time_ms, one in zip(passes, every, strict=True)
+    ]
+    optimizer_ms = max(one.optimizer_ms for one in every)
+    return _StepTimes(
+        isolated_ms=max(ends) + optimizer_ms,
+        steady_state_ms=max(ends) + optimizer_ms,
+        optimizer_ms=optimizer_ms,
+        exchange_ms=every[0].reduce_ms + every[0].gather_ms,
+        exposed_ms=max(ends) - max(passes),
+    )
