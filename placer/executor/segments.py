@@ -224,19 +224,9 @@ def segments(
         make_copy: copies foreign state to a device, once; None to move it for every micro-batch.
         starts: numbers of layers with which a further segment begins.
     """
-    last_read = {
-        name: index
-        for index, layer in enumerate(graph.layers)
-        for name in (*layer.writes, *layer.reads)
-    }
-    kept = set(graph.outputs)
-    forget: list[list[str]] = [[] for _ in graph.layers]
-    for name, index in last_read.items():
-        if name not in kept:
-            forget[index].append(name)
     spread = set(spread_state(graph, places))
     result: list[Segment] = []
-    rows = zip(graph.layers, places, forget, strict=True)
+    rows = zip(graph.layers, places, _last_read_values(graph), strict=True)
     for index, (layer, device, names) in enumerate(rows):
         if not result or result[-1].device != device or index in starts:
             result.append(Segment(device))
@@ -257,6 +247,20 @@ def segments(
             Step(layer, device, state, foreign, private, tuple(names), make_copy)
         )
     return result
+
+
+def _last_read_values(graph: LayerGraph) -> list[list[str]]:
+    """Return, by layer, the values that no later layer reads and that are not outputs."""
+    last_read = {
+        name: index
+        for index, layer in enumerate(graph.layers)
+        for name in (*layer.writes, *layer.reads)
+    }
+    found: list[list[str]] = [[] for _ in graph.layers]
+    for name, index in last_read.items():
+        if name not in graph.outputs:
+            found[index].append(name)
+    return found
 
 
 def spread_state(graph: LayerGraph, places: Sequence[torch.device]) -> dict[str, set[torch.device]]:

@@ -49,44 +49,12 @@ class Replication:
         given = placement.replicas
         if not given:
             return cls()
-        counts = {name: len(found) for name, found in given.items()}
-        if len(set(counts.values())) > 1:
-            raise PlacementError(
-                f"stages have different numbers of replicas ({_listed(counts)}); one process runs "
-                "equal pipelines only: give every device of `layer_devices` as many replicas"
-            )
-        for name in dict.fromkeys(placement.layer_devices.values()):
-            if name not in given:
-                raise PlacementError(
-                    f"`replicas` has no entry for {name}, which holds layers; give every device of "
-                    "`layer_devices` as many replicas"
-                )
-        rows = {name: tuple(one.samples for one in found) for name, found in given.items()}
-        (name, samples), *others = rows.items()
-        for other, differing in others:
-            if differing != samples:
-                raise PlacementError(
-                    f"the replicas of {name} have {samples} samples, and the replicas of {other} "
-                    f"have {differing}; replicas at one position form a pipeline and need equally "
-                    "many"
-                )
+        samples = _samples_by_pipeline(placement)
         devices = {
             device(name): tuple(device(one.device) for one in found)
             for name, found in given.items()
         }
-        seen: set[torch.device] = set()
-        for own, found in devices.items():
-            if found[0] != own:
-                raise PlacementError(
-                    f"the first replica of {own} is {found[0]}; it has to be the device itself"
-                )
-            for replica in found:
-                if replica in seen:
-                    raise PlacementError(
-                        f"`replicas` names {replica} more than once; every replica needs a device "
-                        "of its own"
-                    )
-                seen.add(replica)
+        _refuse_shared_devices(devices)
         return cls(devices, samples) if len(samples) > 1 else cls()
 
     @property
@@ -106,6 +74,58 @@ class Replication:
     def places(self, pipeline: int, places: Sequence[torch.device]) -> list[torch.device]:
         """Return the devices of layers in a pipeline, from those in pipeline 0."""
         return [self.of(place)[pipeline] for place in places]
+
+
+def _samples_by_pipeline(placement: Placement) -> tuple[int, ...]:
+    """Return the samples of each pipeline in a micro-batch.
+
+    Raises:
+        PlacementError: a stage has no entry, or other numbers of replicas or samples than another.
+    """
+    given = placement.replicas
+    counts = {name: len(found) for name, found in given.items()}
+    if len(set(counts.values())) > 1:
+        raise PlacementError(
+            f"stages have different numbers of replicas ({_listed(counts)}); one process runs "
+            "equal pipelines only: give every device of `layer_devices` as many replicas"
+        )
+    for name in dict.fromkeys(placement.layer_devices.values()):
+        if name not in given:
+            raise PlacementError(
+                f"`replicas` has no entry for {name}, which holds layers; give every device of "
+                "`layer_devices` as many replicas"
+            )
+    rows = {name: tuple(one.samples for one in found) for name, found in given.items()}
+    (name, samples), *others = rows.items()
+    for other, differing in others:
+        if differing != samples:
+            raise PlacementError(
+                f"the replicas of {name} have {samples} samples, and the replicas of {other} "
+                f"have {differing}; replicas at one position form a pipeline and need equally "
+                "many"
+            )
+    return samples
+
+
+def _refuse_shared_devices(devices: Mapping[torch.device, tuple[torch.device, ...]]) -> None:
+    """Raise a PlacementError unless each replica has its own device, and the first is the stage's.
+
+    Args:
+        devices: for each device of the map, the devices of its replicas.
+    """
+    seen: set[torch.device] = set()
+    for own, found in devices.items():
+        if found[0] != own:
+            raise PlacementError(
+                f"the first replica of {own} is {found[0]}; it has to be the device itself"
+            )
+        for replica in found:
+            if replica in seen:
+                raise PlacementError(
+                    f"`replicas` names {replica} more than once; every replica needs a device "
+                    "of its own"
+                )
+            seen.add(replica)
 
 
 ONE_PIPELINE = Replication()

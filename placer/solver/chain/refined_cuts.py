@@ -55,13 +55,7 @@ def finer_cuts(
     reach, next_s = count // (len(borders) + 1), 0.0
     while next_s < left_s():
         began = monotonic()
-        steps = _steps(reach, (number // len(borders) - 1) // 2) if borders else []
-        even = number >= count or not borders
-        runs = (
-            optimal_cuts.even_runs(problem, nodes, range(count), number)
-            if even
-            else _runs(count, borders, steps)
-        )
+        runs = _runs(problem, nodes, borders, number, reach)
         cut = optimal_cuts.cut_of_blocks(problem, nodes, runs, exchanged)
         next_s = monotonic() - began
         better = cut.devices is not None and cut.value < best * (1 - ROUNDING)
@@ -73,7 +67,7 @@ def finer_cuts(
         larger = max(number, min(2 * number, most))
         if larger > number and next_s * (larger / number) ** 2 < left_s():
             number, next_s = larger, next_s * (larger / number) ** 2
-        elif not better and borders and len(steps) < reach:
+        elif not better and _step_count(number, borders, reach) < reach:
             reach = max(reach // NARROWER, 1)
         elif not better:
             return
@@ -93,17 +87,37 @@ def _borders(nodes: Reduction, devices: Sequence[int]) -> list[int]:
     return [node for node in range(1, len(held)) if held[node] != held[node - 1]]
 
 
+def _step_count(number: int, borders: Sequence[int], reach: int) -> int:
+    """Return how many runs may end on each side of a border, so that there are ``number`` runs."""
+    most = (number // len(borders) - 1) // 2 if borders else reach
+    return min(max(most, 1), reach)
+
+
+def _runs(
+    problem: Problem, nodes: Reduction, borders: Sequence[int], number: int, reach: int
+) -> list[list[int]]:
+    """Return about ``number`` runs of nodes, which are finer near the borders.
+
+    Args:
+        problem: the placement problem.
+        nodes: its layers in nodes, in topological order.
+        borders: the nodes with which runs of the known cut begin; empty for even runs.
+        number: of runs.
+        reach: the largest distance from a border at which a run may end.
+    """
+    count = len(nodes.nodes)
+    if number >= count or not borders:
+        return optimal_cuts.even_runs(problem, nodes, range(count), number)
+    steps = _steps(reach, _step_count(number, borders, reach))
+    ends = {border + step for border in borders for step in (0, *steps, *(-step for step in steps))}
+    inside = sorted(end for end in ends if 0 < end < count)
+    return [list(range(*run)) for run in itertools.pairwise((0, *inside, count))]
+
+
 def _steps(reach: int, most: int) -> list[int]:
-    """At most so many distances up to ``reach``, the near ones close together.
+    """Return at most so many distances up to ``reach``, the near ones close together.
 
     All where there are few.
     """
     most = min(max(most, 1), reach)
     return [max(place, int(reach ** (place / most))) for place in range(1, most + 1)]
-
-
-def _runs(count: int, borders: Sequence[int], steps: Sequence[int]) -> list[list[int]]:
-    """Return the nodes in runs that end at the borders, and at these distances from one."""
-    ends = {border + step for border in borders for step in (0, *steps, *(-step for step in steps))}
-    inside = sorted(end for end in ends if 0 < end < count)
-    return [list(range(*run)) for run in itertools.pairwise((0, *inside, count))]
