@@ -256,9 +256,10 @@ def _last_read_values(graph: LayerGraph) -> list[list[str]]:
         for index, layer in enumerate(graph.layers)
         for name in (*layer.writes, *layer.reads)
     }
+    kept = set(graph.outputs)
     found: list[list[str]] = [[] for _ in graph.layers]
     for name, index in last_read.items():
-        if name not in graph.outputs:
+        if name not in kept:
             found[index].append(name)
     return found
 

@@ -27,6 +27,7 @@ from .evaluation import EvaluationInput
 
 if TYPE_CHECKING:
     from placer import schedule
+    from placer.solver.costs import Costs
     from placer.solver.problem import Problem as Indexed
 
 # Largest number of passes in a timeline; a longer batch is shown by its first micro-batches.
@@ -102,31 +103,19 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
             choice.
     """
     from placer import schedule
-    from placer.solver import costs, pipelines
-    from placer.solver.problem import Problem
+    from placer.solver import pipelines
     from placer.solver.replicas.gradient_exchange import with_exchanges
-    from placer.solver.replicas.replica_shapes import replication_of
 
-    where = placement.layer_devices
-    if not where:
+    if not placement.layer_devices:
         raise InputError(
             f"placement {placement.id} is {placement.status}: it has no map, so there is no"
             " timeline"
         )
-    asked, replication = _asked(request, placement), None
-    if placement.replicas:
-        replication = replication_of(request, placement)
+    asked = _asked(request, placement)
     # Only objective "step" allows "auto", and its placements name the chosen schedule.
     assert asked.schedule != "auto"
-    problem = replace(Problem.from_request(asked), replication=replication)
+    problem, assignment, result = _evaluated(request, asked, placement)
     index = {device.name: number for number, device in enumerate(problem.devices)}
-    assignment = [index[where[layer.name]] for layer in problem.layers]
-    result = costs.evaluate(problem, assignment)
-    if result is None:
-        problem = replace(problem, contiguous=False)
-        result = costs.evaluate(problem, assignment)
-    if result is None:
-        raise InputError(f"placement {placement.id} cannot run: a link is missing")
     recomputed = frozenset(index[name] for name in placement.recompute if name in index)
     pipeline = pipelines.pipeline_of(problem, assignment, result.stages, recomputed)
     shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
@@ -164,6 +153,31 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         passes=_passes(run, devices),
         copies=_copies(run, devices),
     )
+
+
+def _evaluated(
+    request: PlacementRequest, asked: PlacementRequest, placement: Placement
+) -> tuple[Indexed, list[int], Costs]:
+    """Return the problem that a placement answers, the device of each layer, and its costs.
+
+    Raises:
+        InputError: A link that the map needs is missing.
+    """
+    from placer.solver import costs
+    from placer.solver.problem import Problem
+    from placer.solver.replicas.replica_shapes import replication_of
+
+    problem = Problem.from_request(asked)
+    if placement.replicas:
+        problem = replace(problem, replication=replication_of(request, placement))
+    index = {device.name: number for number, device in enumerate(problem.devices)}
+    assignment = [index[placement.layer_devices[layer.name]] for layer in problem.layers]
+    for contiguous in dict.fromkeys((problem.contiguous, False)):
+        tried = replace(problem, contiguous=contiguous)
+        result = costs.evaluate(tried, assignment)
+        if result is not None:
+            return tried, assignment, result
+    raise InputError(f"placement {placement.id} cannot run: a link is missing")
 
 
 def _passes(run: schedule.Timeline, devices: Sequence[str]) -> tuple[TimelinePass, ...]:

@@ -88,9 +88,8 @@ def _borders(nodes: Reduction, devices: Sequence[int]) -> list[int]:
 
 
 def _step_count(number: int, borders: Sequence[int], reach: int) -> int:
-    """Return how many runs may end on each side of a border, so that there are ``number`` runs."""
-    most = (number // len(borders) - 1) // 2 if borders else reach
-    return min(max(most, 1), reach)
+    """Return how many runs may end on each side of a border; without borders, ``reach``."""
+    return max((number // len(borders) - 1) // 2, 1) if borders else reach
 
 
 def _runs(
