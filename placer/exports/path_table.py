@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from placer.errors import InputError
 from placer.exports.units import modules_of
+from placer.schema.faults import nearest
 
 V = TypeVar("V", bound=Hashable)
 
@@ -19,13 +20,14 @@ class PathTable(Generic[V]):
 
     Args:
         values: by path; ``""`` is the model itself.
+        title: of the text, for errors.
 
     Raises:
         InputError: a path has more than 100 steps.
     """
 
-    def __init__(self, values: Mapping[str, V]) -> None:
-        self._values = values
+    def __init__(self, values: Mapping[str, V], title: str = "") -> None:
+        self._values, self._title = values, title
         self._inside: dict[str, dict[V, str]] = {}  # by outer path, the first path of each value
         for path, value in values.items():
             if path.count(".") >= MAX_DEPTH:
@@ -51,6 +53,30 @@ class PathTable(Generic[V]):
             for value, path in self._inside.get(module, {}).items():
                 found.setdefault(value, path)
         return found
+
+    def one_of(self, layer: str, kind: str = "") -> V:
+        """Return the value that holds for the whole of a layer.
+
+        Args:
+            layer: its name.
+            kind: of the values, for errors: ``"stage "``.
+
+        Raises:
+            InputError: no value, or several, hold for parts of the layer.
+        """
+        found = self.of(layer)
+        if not found:
+            raise InputError(
+                f"{self._title} has no entry for layer {layer!r}"
+                f"{nearest(layer, list(self._values))}; name its module"
+            )
+        if len(found) > 1:
+            parts = ", ".join(f"{path!r} on {kind}{value}" for value, path in found.items())
+            raise InputError(
+                f"{self._title} cuts inside layer {layer!r} ({parts}); profile with a finer "
+                "granularity, or keep the layer whole"
+            )
+        return next(iter(found))
 
 
 def paths_around(module: str) -> Iterator[str]:

@@ -15,7 +15,6 @@ from placer.exports.python_data import python_data
 from placer.exports.units import Unit, block_path, modules_of, units_anywhere
 from placer.schema.base import WHOLE
 from placer.schema.export import Place, device_map, never_split
-from placer.schema.faults import nearest
 
 _EXAMPLE = '{"model.embed_tokens": 0, "model.layers": 1, "lm_head": 1}'
 
@@ -92,8 +91,8 @@ class Accelerate(Format):
                 f"such as {_EXAMPLE}"
             )
         places = {str(path): _device(str(path), place, devices) for path, place in given.items()}
-        table, paths = PathTable(places), list(places)
-        return {layer: _placed(layer, table, paths) for layer in layers}
+        table = PathTable(places, self.title)
+        return {layer: table.one_of(layer) for layer in layers}
 
 
 def _device(path: str, place: Place, devices: Sequence[str]) -> str:
@@ -137,24 +136,3 @@ def _why_unknown(place: Place) -> str:
     if place == "cpu":
         return "keeps the weights on the host, which is not among the devices; include it"
     return "is not a device; give a GPU's index or a device's name"
-
-
-def _placed(layer: str, table: PathTable[str], paths: Sequence[str]) -> str:
-    """Return the device of a layer.
-
-    Raises:
-        InputError: the map does not have its modules, or has parts of them on several devices.
-    """
-    found = table.of(layer)
-    if not found:
-        raise InputError(
-            f"the device map has no entry for layer {layer!r}{nearest(layer, paths)}; name its "
-            "module, or a module around it"
-        )
-    if len(found) > 1:
-        parts = ", ".join(f"{path!r} on {device}" for device, path in found.items())
-        raise InputError(
-            f"the device map cuts inside layer {layer!r} ({parts}); profile with a finer "
-            "granularity, or keep the layer whole"
-        )
-    return next(iter(found))

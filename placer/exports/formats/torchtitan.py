@@ -13,7 +13,6 @@ from placer.exports.path_table import PathTable
 from placer.exports.plan import Plan
 from placer.exports.python_data import python_data
 from placer.exports.units import Unit, units_in_order
-from placer.schema.faults import nearest
 
 _SCHEDULES = {
     "fill-drain": "GPipe",
@@ -92,8 +91,8 @@ class TorchTitan(Format):
                         f"{self.title} has {name!r} on stages {stage_of[name]} and {stage}; keep "
                         "one of them"
                     )
-        table, names = PathTable(stage_of), list(stage_of)
-        return {layer: devices[_stage(layer, table, names, self.title)] for layer in layers}
+        table = PathTable(stage_of, self.title)
+        return {layer: devices[table.one_of(layer, "stage ")] for layer in layers}
 
 
 def _part(module: str) -> str | None:
@@ -112,27 +111,6 @@ def _is_valid(parts: Any) -> bool:
             for names in parts
         )
     )
-
-
-def _stage(layer: str, table: PathTable[int], names: Sequence[str], title: str) -> int:
-    """Return the stage of a layer.
-
-    Raises:
-        InputError: no stage, or several, have its modules.
-    """
-    found = table.of(layer)
-    if not found:
-        raise InputError(
-            f"{title} has no stage for layer {layer!r}{nearest(layer, names)}; name its module in "
-            "a stage"
-        )
-    if len(found) > 1:
-        parts = ", ".join(f"{path!r} on stage {stage}" for stage, path in found.items())
-        raise InputError(
-            f"{title} cuts inside layer {layer!r} ({parts}); profile with a finer granularity, or "
-            "move the cut"
-        )
-    return next(iter(found))
 
 
 def _with_rest(parts: Sequence[Sequence[str]], model: Any) -> list[list[str]]:

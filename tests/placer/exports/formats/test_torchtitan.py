@@ -205,7 +205,7 @@ def test_parts_as_users_write_them_are_read(text: str) -> None:
         ("layers.0", "neither JSON nor a Python literal"),
         ('["tok_embeddings"]', "give a list of the modules of each stage"),
         ("[]", "give a list of the modules of each stage"),
-        ('[["tok_embeddings", "layers"], ["norm"]]', "has no stage for layer 'lm_head'"),
+        ('[["tok_embeddings", "layers"], ["norm"]]', "has no entry for layer 'lm_head'"),
         (
             '[["tok_embeddings", "layers"], ["norm", "lm_head", "layers"]]',
             "has 'layers' on stages 0 and 1",
