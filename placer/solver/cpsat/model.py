@@ -43,24 +43,7 @@ def worth_building(
 class PlacementModel(PlacementVariables):
     """A CP-SAT model of one problem, with the arguments of ``PlacementVariables``."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        nodes: Reduction,
-        *,
-        upper: float | None = None,
-        limited: bool = True,
-        relaxed: bool = False,
-        any_will_do: bool = False,
-    ) -> None:
-        super().__init__(
-            problem,
-            nodes,
-            upper=upper,
-            limited=limited,
-            relaxed=relaxed,
-            any_will_do=any_will_do,
-        )
+    def _add_rules(self) -> None:
         cost_constraints.values_need_links(self)
         self.makespan = self._objective_variable()
         if self.objective == "throughput":

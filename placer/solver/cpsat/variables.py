@@ -83,6 +83,10 @@ class PlacementVariables:
             self._use_so_many_devices()
             self._open_alike_devices_in_order()
         self._hold_few_layers()
+        self._add_rules()
+
+    def _add_rules(self) -> None:
+        """Add the rules of costs and memory, and the objective: a subclass has them."""
 
     # Units
 
