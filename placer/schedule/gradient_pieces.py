@@ -19,7 +19,8 @@ from itertools import accumulate, pairwise
 
 PIECES = 4
 """Pieces of a stage. Nothing hides the reduction of the last one; more pieces leave less of it, but
-each needs passes of its own."""
+each costs the host some graph launches and copies. Of the 2.8 GB of gradients of a GPT with 1.4
+billion parameters in bf16, at 300 GB/s, four pieces leave about 2 ms."""
 
 LANDINGS = 2
 """Pieces whose gradients may arrive from one replica at a time: one is added while the next one
@@ -38,21 +39,45 @@ def gradient_pieces(grad_bytes: Sequence[int]) -> list[range]:
         grad_bytes: the bytes of the gradients of each layer, in execution order.
 
     Returns:
-        For each piece the positions of its layers; nothing without gradients. The cuts are those
-        nearest to equal shares of the bytes, as far as every piece has gradients.
+        For each piece the positions of its layers; nothing without gradients.
+    """
+    if not any(grad_bytes):
+        return []
+    ends = [0, *piece_starts(grad_bytes), len(grad_bytes)]
+    return [range(*ends_of_piece) for ends_of_piece in reversed(list(pairwise(ends)))]
+
+
+def piece_starts(grad_bytes: Sequence[int], crossing: Sequence[int] | None = None) -> list[int]:
+    """Return the positions of the layers with which a further piece of a stage begins.
+
+    They are nearest to equal shares of the bytes, as far as every piece has gradients: a piece
+    without gradients would only cost passes. Of starts that are about as near, one that few values
+    cross is taken.
+
+    Args:
+        grad_bytes: the bytes of the gradients of each layer, in execution order.
+        crossing: for each layer, how many values that are made before it are read from it on; None
+            if only bytes count.
     """
     sums = list(accumulate(grad_bytes, initial=0))
     total = sums[-1]
-    if not total:
-        return []
-    cuts: set[int] = set()
+    starts: set[int] = set()
     for number in range(1, PIECES):
+        taken = {0, total, *(sums[start] for start in starts)}
         apart = {
             place: abs(PIECES * sums[place] - number * total)
             for place in range(1, len(grad_bytes))
-            if sums[place] not in (0, total, *(sums[cut] for cut in cuts))
+            if sums[place] not in taken
         }
         if apart:
-            cuts.add(min(apart, key=lambda place: (apart[place], place)))
-    ends = [0, *sorted(cuts), len(grad_bytes)]
-    return [range(*ends_of_piece) for ends_of_piece in reversed(list(pairwise(ends)))]
+            starts.add(
+                min(
+                    apart,
+                    key=lambda place: (
+                        max(total / 4, apart[place]),
+                        crossing[place] if crossing else 0,
+                        apart[place],
+                    ),
+                )
+            )
+    return sorted(starts)

@@ -185,9 +185,7 @@ class Pipelines:
             return None
         recompute = settings.recomputed()
         asked = _requires_gradients(batch)
-        room = (
-            room_of(settings.in_flight) if self._schedule in ("interleaved", "zero-bubble") else ()
-        )
+        room = self._room()
         ways = settings.deferred_batch_norm, recompute, room
         goals = batch.goals.structure.key, _kinds(batch.goals.leaves), batch.goal_dims
         key = (capture, shapes(first.tensors), tuple(sizes), batch.dims, goals, asked, *ways)
@@ -232,6 +230,11 @@ class Pipelines:
         self._made[key] = made = TrainingPipeline(graph, places, recipe, weights)
         made.weights.leave_out(placed.module.parameters())
         return made
+
+    def _room(self) -> tuple[int, ...]:
+        """Return for how many micro-batches each segment has room; empty without a choice."""
+        has_choice = self._schedule in ("interleaved", "zero-bubble")
+        return room_of(self._settings.in_flight) if has_choice else ()
 
     def _weights_of(self, capture: Capture, recipe: Recipe) -> Weights | None:
         """Return the weights of another shape's pipeline over the same layers, if there is one.

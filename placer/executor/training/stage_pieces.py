@@ -9,19 +9,15 @@ A stage's gradients leave when its backward pass is over. In pieces, most of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
 from placer.capture.layers import Layer, LayerGraph, tensor_bytes
-
-PIECES = 4
-"""Pieces of a stage. The exchange of the last piece to go backwards is never hidden, and each piece
-costs the host some graph launches and copies. Of the 2.8 GB of gradients of a GPT with 1.4 billion
-parameters in bf16, at 300 GB/s, four pieces leave about 2 ms."""
+from placer.schedule import gradient_pieces
 
 
-def piece_starts(graph: LayerGraph, places: Sequence[torch.device], pieces: int) -> set[int]:
+def piece_starts(graph: LayerGraph, places: Sequence[torch.device]) -> set[int]:
     """Return the numbers of the layers with which a piece begins within a stage.
 
     The pieces of a stage have about equally many bytes of gradients. Among borders that are about
@@ -30,35 +26,15 @@ def piece_starts(graph: LayerGraph, places: Sequence[torch.device], pieces: int)
     Args:
         graph: the layers.
         places: the device of each.
-        pieces: the number of pieces of each stage; a stage of few layers has fewer.
     """
-    layers, starts = graph.layers, set()
     sizes = _gradient_bytes(graph)
-    crossing = _crossing(layers, graph.outputs)
+    crossing = _crossing(graph.layers, graph.outputs)
     borders = [index for index, pair in enumerate(pairwise(places), 1) if pair[0] != pair[1]]
-    for first, last in pairwise([0, *borders, len(layers)]):
-        sums = list(accumulate(sizes[first:last], initial=0))
-        total = sums[-1]
-        for number in range(1, pieces):
-            wanted, slack = total * number / pieces, total / (4 * pieces)
-            # a piece without gradients would only cost passes
-            choices = [
-                index
-                for index in range(first + 1, last)
-                if 0 < sums[index - first] < total and index not in starts
-            ]
-            if choices:
-                starts.add(
-                    min(
-                        choices,
-                        key=lambda index: (
-                            max(slack, abs(sums[index - first] - wanted)),
-                            crossing[index],
-                            abs(sums[index - first] - wanted),
-                        ),
-                    )
-                )
-    return starts
+    return {
+        first + start
+        for first, last in pairwise([0, *borders, len(graph.layers)])
+        for start in gradient_pieces.piece_starts(sizes[first:last], crossing[first:last])
+    }
 
 
 def _gradient_bytes(graph: LayerGraph) -> list[int]:

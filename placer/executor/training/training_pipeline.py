@@ -31,7 +31,7 @@ from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.executor.training.feed import Feed
 from placer.executor.training.input_gradients import InputGradients, detached
 from placer.executor.training.loss.loss_weights import Weighing
-from placer.executor.training.stage_pieces import PIECES, piece_starts
+from placer.executor.training.stage_pieces import piece_starts
 from placer.executor.training.stage_transfers import crossings
 from placer.executor.training.stages.compiled_stages import compile_stage
 from placer.executor.training.stages.recomputed_stage import RecomputedStage
@@ -152,7 +152,7 @@ class TrainingPipeline:
         self.weights = Weights.from_graph(graph) if weights is None else weights
         self.statistics = BatchStatistics(graph.state) if recipe.deferred_batch_norm else None
         # gradients are exchanged piece by piece
-        starts = piece_starts(graph, places, PIECES) if self.pipelines > 1 else set()
+        starts = piece_starts(graph, places) if self.pipelines > 1 else set()
         self._pieces = _pieces(places, starts)
         self._segment_of = [number for number, row in enumerate(self._pieces) for _ in row]
         parts = [self._segments(pipeline, places, starts) for pipeline in range(self.pipelines)]

@@ -1,8 +1,41 @@
-"""The solver predicts the exchange of the pieces that the executor cuts stages into."""
+"""The executor cuts stages into the pieces whose exchange the solver predicts."""
 
-from placer.executor.training import stage_pieces
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from placer.capture.capture import capture_graph
+from placer.executor.training.stage_pieces import piece_starts
 from placer.schedule import gradient_pieces
 
 
-def test_solver_and_executor_cut_a_stage_into_equally_many_pieces() -> None:
-    assert gradient_pieces.PIECES == stage_pieces.PIECES
+def test_the_executor_cuts_a_chain_where_the_solver_expects_it() -> None:
+    widths = [3, 9, 4, 4, 7, 5, 12, 2, 6]
+    layers = [nn.Linear(*ends) for ends in pairwise(widths)]
+    model = nn.Sequential(*layers)
+    graph = capture_graph(model, torch.zeros(2, widths[0]))
+    sizes = [sum(item.nbytes for item in layer.parameters()) for layer in layers]
+    assert [layer.name for layer in graph.layers] == [str(index) for index in range(len(layers))]
+    predicted = {
+        piece.start + first
+        for first, last in ((0, 5), (5, 8))
+        for piece in gradient_pieces.gradient_pieces(sizes[first:last])
+    }
+    places = [torch.device("cpu", 0)] * 5 + [torch.device("cpu", 1)] * 3
+    assert piece_starts(graph, places) == predicted - {0, 5}
+
+
+def test_a_start_that_few_values_cross_is_preferred_to_one_about_as_near() -> None:
+    # equal shares end before layers 4, 8 and 12; layer 7 is a quarter of a share from layer 8
+    sizes = [4] * 16
+    crossing = [9] * 4 + [1, 9, 9, 1, 3] + [9] * 7
+    assert gradient_pieces.piece_starts(sizes) == [4, 8, 12]
+    assert gradient_pieces.piece_starts(sizes, crossing) == [4, 7, 12]
+
+
+def test_each_piece_has_gradients() -> None:
+    assert gradient_pieces.piece_starts([5, 0, 0, 5]) == [1]
+    assert gradient_pieces.piece_starts([0, 0, 0]) == []
