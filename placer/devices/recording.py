@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from placer.devices.allocator.packing import Rooms, fit
 from placer.devices.names import RECORDING, synchronise
 from placer.devices.streams import stream_of_recordings
 from placer.utils.error_translation import ErrorTranslation
+from placer.utils.garbage_collection import paused_collection
 
 # Capture error mode: only forbidden calls of the recording thread break a recording off. Other
 # threads may go on, for example a data loader that pins batches.
@@ -247,7 +247,8 @@ def _captured(
         graph.register_generator_state(generator)
     try:
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_ERRORS)
-        with _uncollected(), warnings.catch_warnings(), recording:
+        # A collection could destroy graphs, or memory of several streams, and break the recording.
+        with paused_collection(), warnings.catch_warnings(), recording:
             # a pass of views only has no kernels
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")
             before = torch.cuda.memory_reserved(stream.device)
@@ -273,21 +274,6 @@ def _take_rooms(stream: torch.cuda.Stream, rooms: Rooms) -> None:
             del held
         if one is branch:
             stream.wait_stream(branch)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Suspend Python's garbage collector.
-
-    A collection could destroy graphs, or memory of several streams, and break the recording off.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _end_allocating(device: torch.device, pool: Any) -> None:
