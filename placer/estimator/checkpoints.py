@@ -128,11 +128,6 @@ def default_inputs(
     return inputs
 
 
-def reads_tokens(model: nn.Module) -> bool:
-    """Return whether the main input of a model of transformers are tokens."""
-    return str(getattr(model, "main_input_name", "")) == "input_ids"
-
-
 def _transformers() -> Any:
     try:
         import transformers
