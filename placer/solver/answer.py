@@ -19,8 +19,7 @@ def found(
     problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float
 ) -> Placement:
     """Return the placement of an assignment that meets every requirement."""
-    result = costs.evaluate(problem, assignment)
-    assert result is not None
+    result = costs.costs_of(problem, assignment)
     assignment, result = _in_order_of_names(problem, assignment, result)
     _refuse_overflow(problem, result)
     value = result.objective_value
@@ -114,8 +113,7 @@ def single_device(problem: Problem) -> SingleDevice:
     }
     for index in sorted(first_of_kind.values()):
         device = problem.devices[index]
-        result = costs.evaluate(problem, [index] * len(problem.layers))
-        assert result is not None  # nothing crosses
+        result = costs.costs_of(problem, [index] * len(problem.layers))  # nothing crosses
         short = max(0, result.memory[index].total_bytes - device.usable_bytes)
         options.append(
             (short > 0, result.load_ms[index] if by_load else result.objective_value, index, short)

@@ -142,6 +142,13 @@ class Costs:
         return self.rooms()
 
 
+def costs_of(problem: Problem, assignment: Assignment) -> Costs:
+    """Return all costs of an assignment that has all links and no cycle of stages."""
+    found = evaluate(problem, assignment)
+    assert found is not None
+    return found
+
+
 def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     """Return all costs of an assignment.
 

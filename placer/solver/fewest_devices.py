@@ -116,9 +116,7 @@ class FewestSearch:
         return offer(None), broken
 
     def _rank(self, devices: list[int]) -> ties.Rank:
-        result = costs.evaluate(self._problem, devices)
-        assert result is not None  # it fits
-        return ties.rank(result)
+        return ties.rank(costs.costs_of(self._problem, devices))
 
     def _within(self, most: int) -> Problem:
         """Return the question for a small bottleneck on at most so many devices."""

@@ -11,7 +11,7 @@ as possible. Under objective ``devices``, placements on equally few devices are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import floor, isclose
 
 from placer.schema import TieBreaks
@@ -62,7 +62,7 @@ def broken(
     Returns:
         The rank that was reached, and whether it is proven.
     """
-    found = _costs(problem, best)
+    found = costs.costs_of(problem, best)
     most = found.objective_value if most is None else most
     nodes = reduced(problem, most)
 
@@ -75,18 +75,24 @@ def broken(
         _TieModel(problem, nodes, most, None), problem, best, limits, offer, 0
     )
     if not is_time():
-        return ties_of(_costs(problem, best), proven=False)
-    model = _TieModel(problem, nodes, most, rank(_costs(problem, best))[0])
+        return ties_of(costs.costs_of(problem, best), proven=False)
+    model = _TieModel(problem, nodes, most, rank(costs.costs_of(problem, best))[0])
     best, spread_proven = _least(model, problem, best, limits, offer, 1)
     # For a device that may recompute, the program underestimates the time, so its smallest spread
     # is not proven.
     known = "auto" not in problem.recompute
-    return ties_of(_costs(problem, best), proven=transfer_proven and spread_proven and known)
+    return ties_of(
+        costs.costs_of(problem, best), proven=transfer_proven and spread_proven and known
+    )
 
 
 def unbroken(problem: Problem, devices: list[int]) -> TieBreaks | None:
     """Return the rank of a reported placement before ties are broken, or None if not required."""
-    return ties_of(_costs(problem, devices), proven=False) if problem.request.break_ties else None
+    return (
+        ties_of(costs.costs_of(problem, devices), proven=False)
+        if problem.request.break_ties
+        else None
+    )
 
 
 def ties_of(found: costs.Costs, proven: bool) -> TieBreaks:
@@ -107,15 +113,9 @@ def _least(
     model.hint(best)
     result: Answer = model.solve(limits(WORK))
     best = offer(result.devices)
-    found = _costs(problem, best)
+    found = costs.costs_of(problem, best)
     scale = max(sum(found.compute_ms), rank(found)[part])
     return best, isclose(result.bound, rank(found)[part], rel_tol=0.0, abs_tol=PROVEN_GAP * scale)
-
-
-def _costs(problem: Problem, devices: Sequence[int]) -> costs.Costs:
-    result = costs.evaluate(problem, devices)
-    assert result is not None  # it was kept
-    return result
 
 
 class _TieModel(PlacementModel):

@@ -212,8 +212,7 @@ def _breaks_memory(search: Search, devices: list[int]) -> bool:
 def _likely_first(search: Search, orders: Sequence[Order]) -> list[Order]:
     """Return the orders that resemble the order of the best placement first."""
     assert search.best is not None
-    result = costs.evaluate(search.problem, search.best)
-    assert result is not None  # it was found, so it can be
+    result = costs.costs_of(search.problem, search.best)  # it was found, so it can be
     kind_of = {
         device: kind
         for kind, alike in enumerate(search.problem.alike_devices())

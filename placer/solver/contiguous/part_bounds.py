@@ -31,8 +31,7 @@ def parts(problem: Problem, devices: list[int]) -> Iterator[list[int]]:
         problem: the placement problem.
         devices: by layer, the device in a placement.
     """
-    result = costs.evaluate(problem, devices)
-    assert result is not None  # it was found, so it can be
+    result = costs.costs_of(problem, devices)  # it was found, so it can be
     stage_of = {device: stage for stage, device in enumerate(result.stages)}
     busiest = stage_of[max(stage_of, key=lambda device: result.load_ms[device])]
 

@@ -133,8 +133,7 @@ class _Current:
     devices: list[int]
 
     def __post_init__(self) -> None:
-        result = costs.evaluate(self.problem, self.devices)
-        assert result is not None  # it was found, so it can be
+        result = costs.costs_of(self.problem, self.devices)  # it was found, so it can be
         self.load_ms = [result.load_ms[device] for device in result.stages]
         self.place = {device: stage for stage, device in enumerate(result.stages)}
 

@@ -204,8 +204,7 @@ class UnorderedModel(StageModel):
         devices: Sequence[int],
         which: Sequence[int],
     ) -> None:
-        result = costs.evaluate(problem, devices)
-        assert result is not None  # links are all alike
+        result = costs.costs_of(problem, devices)  # links are all alike
         stage_of = {device: stage for stage, device in enumerate(result.stages)}
         self._fixed = [(stage_of[devices[layers[0]]],) * 2 for layers in nodes.nodes]
         for node in which:

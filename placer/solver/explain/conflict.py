@@ -298,8 +298,7 @@ class Conflict:
 
     def _met_by(self, devices: Sequence[int], easier: Problem) -> Numbers:
         """Return the requirements that an answer to an easier problem meets."""
-        result = costs.evaluate(easier, devices)
-        assert result is not None  # the model refuses missing links and cycles
+        result = costs.costs_of(easier, devices)  # the model refuses missing links and cycles
         use = [memory.total_bytes for memory in result.least_memory]
         layers = Counter(devices).values()
         # all alternatives have the same requirements for devices and layers

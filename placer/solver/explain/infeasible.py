@@ -224,8 +224,7 @@ def reason_of_closest(
         short: the least excess of every placement in bytes; 0 if it is this placement's.
         found: the beginning of the sentence.
     """
-    result = costs.evaluate(problem, devices)
-    assert result is not None  # all that is missing is memory
+    result = costs.costs_of(problem, devices)  # all that is missing is memory
     excess = {
         device.name: use.total_bytes - device.usable_bytes
         for device, use in zip(problem.devices, result.memory, strict=True)

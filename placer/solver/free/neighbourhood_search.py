@@ -131,6 +131,5 @@ class _PartModel(PlacementModel):
 
 
 def _loads(problem: Problem, devices: Sequence[int]) -> tuple[float, ...]:
-    result = costs.evaluate(problem, devices)
-    assert result is not None  # it has no other links than the one before
-    return result.load_ms
+    # it has no other links than the one before
+    return costs.costs_of(problem, devices).load_ms

@@ -21,7 +21,6 @@ from placer.schema import (
 )
 from placer.solver import answer, costs
 from placer.solver.answer import PROVEN_GAP
-from placer.solver.problem import Problem
 from placer.solver.replicas.replica_shapes import Shape
 from placer.solver.replicas.uneven_shares import SharedBatch, UnevenShares
 
@@ -94,7 +93,7 @@ def placement_of_shares(
         for device, samples in zip(found.devices, found.samples, strict=True)
     ]
     alone = [0] * len(problems[0].layers)
-    results = [_evaluated(problem, alone) for problem in problems]
+    results = [costs.costs_of(problem, alone) for problem in problems]
     placement = answer.found(problems[0], alone, 0.0, "shares of unlike devices", 0.0)
     names = [request.devices[device].name for device in found.devices]
     replicas = tuple(
@@ -126,12 +125,6 @@ def _measured(shares: UnevenShares, found: SharedBatch) -> tuple[int, ...]:
     """Return the measured sizes, if a share has another size."""
     known = shares.measured_batch_sizes
     return () if set(found.samples) <= set(known) else known
-
-
-def _evaluated(problem: Problem, devices: Sequence[int]) -> costs.Costs:
-    result = costs.evaluate(problem, devices)
-    assert result is not None  # nothing crosses
-    return result
 
 
 def _step_of_shares(

@@ -121,8 +121,8 @@ def _step(
     problem = best.problem
     number = {device.name: index for index, device in enumerate(problem.devices)}
     devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]
-    result = costs.evaluate(problem, devices)
-    assert result is not None and result.pipeline is not None and result.plan is not None
+    result = costs.costs_of(problem, devices)
+    assert result.pipeline is not None and result.plan is not None
     pipeline, plan = result.pipeline, result.plan
     optimizer = pipeline.optimizer_by_device()
     if result.exchanges:
