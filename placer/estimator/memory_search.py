@@ -40,8 +40,7 @@ from placer.schema import (
     Recompute,
     Schedule,
 )
-from placer.schema.base import MAX_DEVICES
-from placer.solver.problem import LARGEST_BYTES
+from placer.schema.base import LARGEST_BYTES, MAX_DEVICES
 from placer.solver.solve import solve
 from placer.utils.units import devices_text, needed_text, number_text, size_text
 

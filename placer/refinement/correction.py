@@ -17,13 +17,11 @@ from math import inf
 
 from placer.errors import InfeasibleError
 from placer.schema import Layer, Placement, PlacementRequest, Profile
+from placer.schema.base import LONGEST_MS
 from placer.schema.refinement import Refinement, Round, StageTime, StopReason
 
 ROUNDING = 1e-9
 """Relative tolerance of loads against the requested bottleneck."""
-
-LONGEST_MS = 1e9
-"""A bottleneck in milliseconds that no device exceeds."""
 
 Measure = Callable[[Placement], Sequence[StageTime]]
 Solve = Callable[[PlacementRequest], Placement]

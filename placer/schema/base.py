@@ -39,8 +39,12 @@ gigabyte."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
 """A name of a layer, a device and others. A merged layer's name lists all of its modules."""
-Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
-Bytes = Annotated[int, Field(ge=0, le=2**60)]
+LONGEST_MS = 1e9
+"""The longest time of a layer, a transfer or a device, 12 days: larger numbers are mistakes."""
+Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]
+LARGEST_BYTES = 2**60
+"""The largest sum of memory figures, so that sums stay exact in 64-bit integers."""
+Bytes = Annotated[int, Field(ge=0, le=LARGEST_BYTES)]
 
 
 def in_order(named: dict[str, V]) -> dict[str, V]:
@@ -90,6 +94,9 @@ FormatName = Literal[
 
 Limiting = Literal["memory", "link", "layer", "compute"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+"""``optimal``: the gap is at most ``PROVEN_GAP``; ``feasible``: it is larger."""
+PROVEN_GAP = 1e-6
+"""Relative gap up to which a placement counts as optimal: one part in a million."""
 
 
 class Wire(BaseModel):

@@ -28,6 +28,7 @@ from placer.errors import InputError, kind_of
 from placer.schema.base import (
     FIRST,
     IN_ORDER,
+    LONGEST_MS,
     MAX_DEVICES,
     MAX_LAYERS,
     FormatName,
@@ -202,7 +203,7 @@ class SolveOptions(Wire):
     workers: Annotated[int, Field(ge=1, le=256)] = 2
     """CPU cores that the solver may use."""
 
-    bottleneck_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    bottleneck_ms: Annotated[float, Field(gt=0, le=LONGEST_MS)] | None = None
     """The longest time of a device for one micro-batch, for objective ``devices``."""
 
     break_ties: bool = False

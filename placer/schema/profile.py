@@ -11,6 +11,7 @@ from pydantic import Field, StringConstraints, model_validator
 from placer.schema.base import (
     FIRST,
     IN_ORDER,
+    LONGEST_MS,
     MAX_LAYERS,
     SCHEMA_VERSION,
     Bytes,
@@ -24,7 +25,7 @@ from placer.schema.cluster import Cluster
 from placer.schema.options import BatchOptions
 
 Shares = Annotated[
-    dict[Name, Annotated[float, Field(ge=0, le=1e9)]], Field(max_length=64), IN_ORDER
+    dict[Name, Annotated[float, Field(ge=0, le=LONGEST_MS)]], Field(max_length=64), IN_ORDER
 ]
 
 UNSTEADY = 0.25

@@ -8,11 +8,9 @@ from typing import Any
 
 from placer.errors import InputError
 from placer.schema import DeviceLoad, Infeasibility, Placement, SingleDevice
+from placer.schema.base import LONGEST_MS, PROVEN_GAP
 from placer.solver import costs
-from placer.solver.problem import LONGEST_MS, ROUNDING, Problem
-
-PROVEN_GAP = 1e-6
-"""Relative gap up to which a placement counts as optimal: one part in a million."""
+from placer.solver.problem import ROUNDING, Problem
 
 
 def found(

@@ -14,14 +14,12 @@ from math import inf
 from placer.errors import PlacementError
 from placer.exports.restriction import expressible
 from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
+from placer.schema.base import PROVEN_GAP
 from placer.solver.referee import recompute, replicas, step
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
 from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, times_of
 from placer.solver.referee.memory import Flight, Memory
-
-PROVEN_GAP = 1e-6
-"""Relative gap up to which a placement may be called optimal."""
 
 FEW = 2_000
 """Assignments up to which the referee tries all of them against an infeasible claim."""

@@ -10,14 +10,9 @@ from typing import Self
 
 from placer.errors import InputError
 from placer.schema import Device, Edge, Layer, Link, PlacementRequest, Recompute
+from placer.schema.base import LARGEST_BYTES, LONGEST_MS
 from placer.solver.components import closed_groups, strong_components
 from placer.solver.replicas.replication import Replication
-
-LARGEST_BYTES = 2**60
-"""The largest sum of memory figures in bytes, so that sums stay exact in 64-bit integers."""
-
-LONGEST_MS = 1e9
-"""The longest time of a layer, a transfer or a device, 12 days: larger numbers are mistakes."""
 
 ROUNDING = 1e-9
 """Relative error of sums in another order: a limit is exceeded only by more than this."""

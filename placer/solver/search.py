@@ -12,6 +12,7 @@ from math import inf, nextafter
 from time import monotonic
 
 from placer.schema import Placement, PlacementRequest
+from placer.schema.base import PROVEN_GAP
 from placer.solver import answer, costs, ties
 from placer.solver.cpsat.runner import Limits, Meter
 from placer.solver.problem import SAME, Problem
@@ -117,7 +118,7 @@ class Search:
         better = (
             self.value - 1
             if self.request.objective == "memory"
-            else self.value * (1 - answer.PROVEN_GAP / 2)
+            else self.value * (1 - PROVEN_GAP / 2)
         )
         return better if self.enough is None else min(better, self.enough)
 
@@ -167,7 +168,7 @@ class Search:
         """Return whether there may be something better that is wanted."""
         if self.enough is not None and (self.value <= self.enough or self.bound > self.enough):
             return False
-        return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
+        return self.value - self.bound > PROVEN_GAP * self.value or self.best is None
 
     def _time_s(self) -> float:
         return monotonic() - self.began

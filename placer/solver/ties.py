@@ -15,8 +15,8 @@ from collections.abc import Callable
 from math import floor, isclose
 
 from placer.schema import TieBreaks
+from placer.schema.base import PROVEN_GAP
 from placer.solver import costs
-from placer.solver.answer import PROVEN_GAP
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer, Limits
 from placer.solver.cpsat.variables import TIME_STEPS, longest_ms

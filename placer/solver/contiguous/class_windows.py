@@ -29,8 +29,8 @@ Vector = NDArray[np.float64]
 Steps = NDArray[np.int64]
 
 
-ENDLESS = 2**40
-"""Capacity that no cut reaches, in steps: the bottleneck has 2**31."""
+ENDLESS = 512 * TIME_STEPS
+"""Capacity that no cut reaches, in steps of the bottleneck."""
 
 ROUNDS = 4
 """The most passes over all stages: later passes hardly narrow the windows."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from placer.schema import Link
+from placer.schema.base import LARGEST_BYTES
 from placer.solver.bounds import memory_bounds
 from placer.solver.cpsat.model import MOST_RULES
 from placer.solver.nets import best_link
-from placer.solver.problem import LARGEST_BYTES, Problem
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 MOST_CLASSES = 3
@@ -95,7 +96,6 @@ def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -
         quickest: as good as any link.
         time_limit_s: for the search of its answer.
     """
-    room = LARGEST_BYTES
     numbers = range(len(problem.devices))
     return replace(
         problem,
@@ -103,7 +103,7 @@ def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -
             update={"time_limit_s": time_limit_s, "break_ties": False}
         ),
         devices=tuple(
-            device.model_copy(update={"memory_bytes": room, "reserve_bytes": 0})
+            device.model_copy(update={"memory_bytes": LARGEST_BYTES, "reserve_bytes": 0})
             for device in problem.devices
         ),
         links=tuple(tuple(quickest if a != b else None for b in numbers) for a in numbers),

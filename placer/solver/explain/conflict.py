@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from ortools.sat.python import cp_model
 
 from placer.schema import Infeasibility, Link, PlacementRequest
+from placer.schema.base import LARGEST_BYTES
 from placer.solver import costs
 from placer.solver.bounds import memory_bounds
 from placer.solver.chain import optimal_cuts
@@ -33,7 +34,7 @@ from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer
 from placer.solver.explain.display_names import listed
 from placer.solver.explain.infeasible import CONTRADICTION, plain_reason
-from placer.solver.problem import LARGEST_BYTES, ROUNDING, Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.step.choices import bottleneck_of
 from placer.utils.units import bytes_text

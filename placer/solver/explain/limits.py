@@ -16,7 +16,7 @@ from placer.schema import (
     Placement,
     PlacementRequest,
 )
-from placer.solver.problem import LARGEST_BYTES
+from placer.schema.base import LARGEST_BYTES
 from placer.utils.units import bytes_text, count_text
 
 Solve = Callable[[PlacementRequest], Placement]

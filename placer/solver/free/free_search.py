@@ -21,7 +21,7 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from placer.solver import answer
+from placer.schema.base import PROVEN_GAP
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.free import local_search, neighbourhood_search, pair_search, set_graph
 from placer.solver.free.column_generation import GROUPS, share_bound
@@ -136,7 +136,7 @@ def _divide_pairs(
     def over(work: float) -> bool:
         return count_work(work) and (searched.idle >= IDLE_ROUNDS or search.over(longest))
 
-    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    enough = search.bound * (1 + PROVEN_GAP / 2)
     found = pairs.improved(search.best, over, enough)
     search.offer(found, "local search")
     return found is not None
@@ -232,7 +232,7 @@ def _move_nodes(search: Search, share: float) -> None:
         search.meter.done += local_search.ROUND.work
         return search.over(share)
 
-    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    enough = search.bound * (1 + PROVEN_GAP / 2)
     found = local_search.improved(search.problem, search.nodes, search.best, over, enough)
     search.offer(found, "local search")
 

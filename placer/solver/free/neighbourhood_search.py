@@ -19,8 +19,8 @@ from random import Random
 
 from ortools.sat.python import cp_model
 
+from placer.schema.base import PROVEN_GAP
 from placer.solver import costs
-from placer.solver.answer import PROVEN_GAP
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Limits
 from placer.solver.problem import Problem

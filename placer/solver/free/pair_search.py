@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from placer.solver.answer import PROVEN_GAP
+from placer.schema.base import PROVEN_GAP
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_sweep import Pairs, TooWide

@@ -23,6 +23,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.schema.base import LONGEST_MS
 from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.free.loads import Loads
 from placer.solver.free.sweep_orders import Pins, order_of
@@ -48,7 +49,7 @@ RATES = np.array([0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
 """Weights of the first device's load in the lower bounds of the rest; 1 less them of the other."""
 
 
-BANNED_MS = 1e15
+BANNED_MS = 1e6 * LONGEST_MS
 """Time of a node on a forbidden device: more than any limit, but finite for sums."""
 
 Numbers = NDArray[np.int64]

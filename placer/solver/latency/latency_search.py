@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from placer.solver import answer
+from placer.schema.base import PROVEN_GAP
 from placer.solver.cpsat.model import worth_building
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free import free_search
@@ -76,7 +76,7 @@ def _move_layers(search: Search, share: float, patience: float = inf) -> None:
         search.meter.done += work
         return search.over(share)
 
-    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    enough = search.bound * (1 + PROVEN_GAP / 2)
     for devices in latency_moves.improved(
         search.problem, search.nodes, search.best, over, enough, patience
     ):

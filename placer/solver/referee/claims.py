@@ -6,9 +6,6 @@ from math import isclose
 
 from placer.errors import PlacementError
 
-RELATIVE = 1e-9
-"""Relative difference of two computations of one time."""
-
 
 def require(holds: bool, otherwise: str) -> None:
     """Raise PlacementError, with these words, where something does not hold."""
@@ -27,5 +24,5 @@ def near(what: str, claimed: float, true: float, absolute: float = 0.0) -> None:
 
 
 def close(one: float, other: float, absolute: float = 0.0) -> bool:
-    """Return whether two times are the same but for rounding."""
-    return isclose(one, other, rel_tol=RELATIVE, abs_tol=absolute)
+    """Return whether two times are the same but for rounding, up to a relative 1e-9."""
+    return isclose(one, other, abs_tol=absolute)

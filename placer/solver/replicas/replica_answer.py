@@ -19,8 +19,8 @@ from placer.schema import (
     StepChoice,
     TieBreaks,
 )
+from placer.schema.base import PROVEN_GAP
 from placer.solver import answer, costs
-from placer.solver.answer import PROVEN_GAP
 from placer.solver.replicas.replica_shapes import Shape
 from placer.solver.replicas.uneven_shares import SharedBatch, UnevenShares
 

@@ -22,8 +22,8 @@ from time import monotonic
 from typing import NamedTuple, Protocol
 
 from placer.schema import Placement, PlacementRequest, SingleDevice, StepChoice
+from placer.schema.base import PROVEN_GAP
 from placer.solver import answer
-from placer.solver.answer import PROVEN_GAP
 from placer.solver.bounds import work_sharing
 from placer.solver.cpsat.runner import Meter
 from placer.solver.problem import ROUNDING, Problem

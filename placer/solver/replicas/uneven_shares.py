@@ -37,8 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.schema import Device, PlacementRequest, Schedule
+from placer.schema.base import PROVEN_GAP
 from placer.solver import costs
-from placer.solver.answer import PROVEN_GAP
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.replicas.gradient_exchange import piece_forwards, piece_tails
 from placer.solver.replicas.interpolation import can_interpolate, profile_of_share

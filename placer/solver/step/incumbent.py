@@ -17,8 +17,8 @@ from time import monotonic
 from typing import NamedTuple
 
 from placer.schema import PlacementRequest
+from placer.schema.base import PROVEN_GAP
 from placer.solver import costs
-from placer.solver.answer import PROVEN_GAP
 from placer.solver.cpsat.runner import PER_WORK, Meter
 from placer.solver.problem import Problem
 from placer.solver.replicas.replication import Replication
