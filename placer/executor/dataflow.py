@@ -535,8 +535,9 @@ class DataFlow(nn.Module):
 
         Every generation in flight has a static cache with room for its whole text, and thus needs
         as much memory for keys and values as a single generation; its recorded passes and the
-        workspaces of libraries come on top, for each device. All of it is freed when the iterator
-        is exhausted or closed.
+        workspaces of libraries come on top, for each device. It stays for the next call, as that of
+        ``generate`` does, until ``update_flow`` or ``undo``, or until a prompt is short of memory.
+        Closing the iterator early frees it.
 
         Args:
             prompts: an iterable of prompts, each a tensor of token ids, ``(sequences, tokens)``, or

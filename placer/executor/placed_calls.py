@@ -189,7 +189,7 @@ class PlacedCalls:
                 record = self._records if is_guest else self._block.records
             elif not self._blocks:
                 self._records = record
-            places = [*assignment.devices, self._settings.output_device]
+            places = list(dict.fromkeys([*assignment.devices, self._settings.output_device]))
             with (
                 devices.joined(),
                 placed.hooks.standing(assignment, again=self.applied),

@@ -108,11 +108,12 @@ class _ManyGenerations:
         self._pending: deque[Future[Any]] = deque()
         self._taken, self._is_open = 0, True
         self._stop = Event()
+        self._is_whole = False
 
     def results(self) -> Generator[Any, None, None]:
         """Yield the result of each prompt, in their order."""
         with ExitStack() as stack:
-            stack.callback(self._calls.decoding.free)
+            stack.callback(self._free)
             pool = ThreadPoolExecutor(self._in_flight, thread_name_prefix="generate_many")
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
             # first, so that the generations end at their next pass
@@ -120,6 +121,7 @@ class _ManyGenerations:
             while True:
                 self._refill(pool)
                 if not self._pending:
+                    self._is_whole = True
                     return
                 if not self._pending[0].done():
                     wait([one for one in self._pending if not one.done()], None, FIRST_COMPLETED)
@@ -130,6 +132,11 @@ class _ManyGenerations:
                     devices.keep_for_caller(tensor)
                 yield result
                 del result
+
+    def _free(self) -> None:
+        """Free the static caches, unless all prompts are done: the next ones may be like these."""
+        if not self._is_whole:
+            self._calls.decoding.free()
 
     def _refill(self, pool: ThreadPoolExecutor) -> None:
         """Start generations until enough run, or as many results wait for an earlier prompt."""

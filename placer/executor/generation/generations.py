@@ -194,9 +194,12 @@ class Generations:
 
     def _make_room(self, slot: _Slot) -> None:
         """Drop recordings if a prompt may need the memory of a static cache."""
-        if slot.decoding.is_short_of_memory():
+        with self._choosing:
+            known = [slot, *self._idle]
+        if any(one.decoding.is_short_of_memory() for one in known):
             self._drop_idle(lambda one: True)
-            slot.decoding.clear()
+            if slot.decoding.is_short_of_memory():
+                slot.decoding.clear()
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
