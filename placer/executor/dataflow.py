@@ -528,16 +528,16 @@ class DataFlow(nn.Module):
             for ids in flow.generate_many(prompts, max_new_tokens=20):
                 print(tokenizer.batch_decode(ids))
 
-        While one device computes the token of a prompt, the others compute those of other prompts.
-        Each result is that of ``model.generate(prompt, **options)`` inside ``applied()``. Sampling
+        While one device computes a token of one prompt, the others compute tokens of other prompts.
+        Each result is what ``model.generate(prompt, **options)`` returns in ``applied()``. Sampling
         takes its random numbers from torch's generators in the order in which tokens come, so a
         seed does not fix it.
 
         Every generation in flight has a static cache with room for its whole text, and thus needs
         as much memory for keys and values as a single generation; its recorded passes and the
-        workspaces of libraries come on top, for each device. It stays for the next call, as that of
-        ``generate`` does, until ``update_flow`` or ``undo``, or until a prompt is short of memory.
-        Closing the iterator early frees it.
+        workspaces of libraries come on top, for each device. It stays for the next call,
+        until ``update_flow`` or ``undo``, or until a prompt is short of memory. Closing the
+        iterator early frees it.
 
         Args:
             prompts: an iterable of prompts, each a tensor of token ids, ``(sequences, tokens)``, or
@@ -556,7 +556,10 @@ class DataFlow(nn.Module):
                 ``prompts`` is not an iterable of prompts, ``in_flight`` is not a count, or an
                 option cannot be shared by several texts.
         """
-        return generate_many(self.placed, self.calls, prompts, in_flight, options)
+        calls = self.calls
+        return generate_many(
+            self.placed, calls.decoding, calls.applied, prompts, in_flight, options
+        )
 
     def applied(self, record: bool = True) -> AbstractContextManager[nn.Module]:
         """Let the model itself run placed, for a while.

@@ -29,7 +29,7 @@ from placer.errors import InputError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.device_map import device_map_set
 from placer.executor.engine.fill_drain import even_sizes
-from placer.executor.generation.generations import Generations
+from placer.executor.generation.generations import CancelledError, Generations
 from placer.executor.inference.repeated_calls import RepeatedCalls
 from placer.executor.inference.stream import Streams
 from placer.executor.micro_batches import Cutter, MicroBatches, weights_of
@@ -202,23 +202,6 @@ class PlacedCalls:
                 finally:
                     self._leave()
 
-    @property
-    def is_in_block(self) -> bool:
-        """Return whether this thread is in ``applied``."""
-        return self._placed.lock.is_in_block
-
-    def marks(self) -> Callable[[], list[tuple[devices.Lane, devices.Mark]]]:
-        """Mark this thread's work on all devices; return a function for the thread that waits.
-
-        It returns that thread's own lanes, with the mark for each.
-        """
-        places = self._settings.devices
-        marks = [devices.Lane(place, caller=True).mark() for place in places]
-        return lambda: [
-            (devices.Lane(place, caller=True), mark)
-            for place, mark in zip(places, marks, strict=True)
-        ]
-
     def _enter(self, assignment: Assignment) -> None:
         """Let calls of the model be the flow's; the first thread in a block changes the model."""
         placed = self._placed
@@ -342,8 +325,7 @@ class PlacedCalls:
         """
         kept = torch.is_grad_enabled() or devices.has_tangents() or self._placed.module.training
         # Other generations may draw random numbers, which they cannot during a recording.
-        # Recordings of streams share the workspaces of libraries with those of the caller's
-        # streams.
+        # A recording of a stream may also share workspaces of libraries with a generation's.
         kept = kept or self._placed.lock.has_other_blocks
         places = self._settings.devices
         helps = len(sizes) > 1 or all(place.type == "cuda" for place in places)
@@ -411,10 +393,6 @@ class PlacedCalls:
             for leaves, structure in zip(results, structures, strict=True)
         ]
         return join(nests, cut.sizes, cut.joining, weights), place
-
-
-class CancelledError(Exception):
-    """A generation whose result nobody takes any more."""
 
 
 class _Block(threading.local):

@@ -121,7 +121,7 @@ class Decoding:
         refusal: why nothing is recorded here; empty if something may be.
 
     Attributes:
-        length: of the text, as far as it is known.
+        length: the known limits of the text's length.
     """
 
     def __init__(

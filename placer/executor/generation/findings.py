@@ -41,7 +41,7 @@ class Findings:
         refused: by kind of call, why it cannot be recorded.
         verified: the kinds of calls whose static cache gives the model's result.
         homes: by kind of cache, the devices of the layers that fill it.
-        state: of the model, which recordings rely on; None if there are none.
+        state: of the model, which recordings rely on; None without recordings.
         is_unsteady: whether attributes of the model change in every pass.
     """
 

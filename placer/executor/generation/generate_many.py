@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Event
 from typing import Any
 
@@ -25,10 +25,12 @@ from torch import Tensor
 from placer import devices
 from placer.capture import autocast
 from placer.errors import InputError, kind_of
-from placer.executor.generation.generations import result_tensors
-from placer.executor.placed_calls import CancelledError, PlacedCalls
+from placer.executor.generation.generations import CancelledError, Generations, result_tensors
 from placer.executor.placed_model import PlacedModel
 from placer.executor.stage_errors import nothing_held
+
+Applied = Callable[..., AbstractContextManager[Any]]
+"""``PlacedCalls.applied``."""
 
 _ONE_TEXT_EACH = ("streamer", "past_key_values")
 """Arguments of ``generate`` that cannot be shared by several texts."""
@@ -36,7 +38,8 @@ _ONE_TEXT_EACH = ("streamer", "past_key_values")
 
 def generate_many(
     placed: PlacedModel,
-    calls: PlacedCalls,
+    generations: Generations,
+    applied: Applied,
     prompts: Iterable[Any],
     in_flight: int | None,
     options: Mapping[str, Any],
@@ -45,7 +48,8 @@ def generate_many(
 
     Args:
         placed: the model.
-        calls: of the model.
+        generations: of the flow.
+        applied: opens ``flow.applied()`` in a thread.
         prompts: an iterable of tensors or mappings.
         in_flight: most generations at the same time; None for the number of devices with weights.
         options: keyword arguments of ``generate``, for all prompts.
@@ -81,14 +85,17 @@ def generate_many(
                 f"{name} cannot be shared by several prompts; give each prompt its own: "
                 f'{{"input_ids": ids, "{name}": ...}}'
             )
-    return _ManyGenerations(calls, iter(prompts), in_flight, options).results()
+    many = _ManyGenerations(placed, generations, applied, iter(prompts), in_flight, options)
+    return many.results()
 
 
 class _ManyGenerations:
     """The generations of one ``generate_many``.
 
     Args:
-        calls: of the model.
+        placed: the model.
+        generations: of the flow.
+        applied: opens ``flow.applied()`` in a thread.
         source: of the prompts.
         in_flight: most generations at the same time.
         options: of all of them.
@@ -96,12 +103,16 @@ class _ManyGenerations:
 
     def __init__(
         self,
-        calls: PlacedCalls,
+        placed: PlacedModel,
+        generations: Generations,
+        applied: Applied,
         source: Iterator[Any],
         in_flight: int,
         options: Mapping[str, Any],
     ) -> None:
-        self._calls = calls
+        self._placed = placed
+        self._generations = generations
+        self._applied = applied
         self._source = source
         self._in_flight = in_flight
         self._options = options
@@ -136,7 +147,7 @@ class _ManyGenerations:
     def _free(self) -> None:
         """Free the static caches, unless all prompts are done: the next ones may be like these."""
         if not self._is_whole:
-            self._calls.decoding.free()
+            self._generations.free()
 
     def _refill(self, pool: ThreadPoolExecutor) -> None:
         """Start generations until enough run, or as many results wait for an earlier prompt."""
@@ -168,15 +179,15 @@ class _ManyGenerations:
             self._pending.append(_failed(error))
             self._is_open = False
             return
-        modes, ready = _caller_modes(), self._calls.marks()
+        modes, ready = _caller_modes(), self._caller_marks()
         # A caller inside ``flow.applied()`` waits for these threads.
-        is_guest = self._calls.is_in_block
+        is_guest = self._placed.lock.is_in_block
 
         def generate() -> Any:
             try:
                 with (
                     modes(),
-                    self._calls.applied(
+                    self._applied(
                         is_guest=is_guest, is_apart=True, is_cancelled=self._stop.is_set
                     ) as model,
                 ):
@@ -184,7 +195,7 @@ class _ManyGenerations:
                         lane.wait(mark)
                     run: Any = model.generate
                     result = run(**arguments)
-                    self._calls.decoding.release_caches()
+                    self._generations.release_caches()
                 return result
             except CancelledError:
                 raise
@@ -193,6 +204,20 @@ class _ManyGenerations:
                 raise
 
         self._pending.append(pool.submit(generate))
+
+    def _caller_marks(self) -> Callable[[], list[tuple[devices.Lane, devices.Mark]]]:
+        """Mark this thread's work on all devices, of which the prompt may be a result.
+
+        Returns:
+            A function that returns the lanes of the thread that calls it, and the mark for each.
+        """
+        assignment = self._placed.assignment
+        places = [] if assignment is None else assignment.devices
+        marks = [devices.Lane(place, caller=True).mark() for place in places]
+        return lambda: [
+            (devices.Lane(place, caller=True), mark)
+            for place, mark in zip(places, marks, strict=True)
+        ]
 
 
 def _arguments(prompt: Any) -> dict[str, Any]:

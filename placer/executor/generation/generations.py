@@ -40,6 +40,10 @@ Join = Callable[[], AbstractContextManager[Any]]
 """A context in which a thread that is in no ``flow.applied()`` joins the ones that are."""
 
 
+class CancelledError(Exception):
+    """A generation whose result nobody takes any more."""
+
+
 @dataclass
 class _Slot:
     """What one generation at a time works with.
