@@ -13,6 +13,7 @@ without dimensions) mixes with everything, and a host tensor may index a device 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -87,16 +88,29 @@ def logical_devices(count: int) -> Iterator[list[torch.device]]:
     if not isinstance(count, int) or count < 1:
         raise InputError(f"logical_devices({count!r}): give at least one device")
     tags = _Tags()
-    leaves = _Leaves(tags)
     devices.stand_ins.append(count)
     devices.registries.append(tags)
     try:
-        with tags.answers, _OneDevicePerOperation(tags, leaves):
+        with tags.answers, _OneDevicePerOperation(tags):
             yield [torch.device("cpu", index) for index in range(count)]
     finally:
-        leaves.release()
+        tags.leaves.release()
         devices.stand_ins.pop()
         devices.registries.pop()
+
+
+class _Thread(threading.local):
+    """What the operations of one thread are part of.
+
+    Attributes:
+        alone: the stand-in of the layer that runs, else None.
+        inside_operation: whether the dispatched operation is part of a composite operation on
+            tensors.
+    """
+
+    def __init__(self) -> None:
+        self.alone: int | None = None
+        self.inside_operation = False
 
 
 class _Tags:
@@ -106,10 +120,8 @@ class _Tags:
         self._of: dict[int, tuple[StorageWeakRef, int]] = {}
         self._writes = 0
         self.answers = _CopiesAndQueries(self)
-        # the current stand-in while a layer runs, else None
-        self.alone: int | None = None
-        # whether the dispatched operation is part of a composite operation on tensors
-        self.inside_operation = False
+        self.leaves = _Leaves(self)
+        self.thread = _Thread()
 
     def get(self, tensor: Tensor) -> int:
         try:
@@ -138,7 +150,7 @@ class _Tags:
         if self._writes % _PURGE_EVERY == 0:
             self._of = {
                 key: entry
-                for key, entry in self._of.items()
+                for key, entry in list(self._of.items())
                 if not entry[0].expired()  # type: ignore[no-untyped-call]
             }
 
@@ -159,12 +171,12 @@ class _Tags:
     @contextmanager
     def only(self, device: torch.device) -> Iterator[None]:
         """Raise a MixedDevicesError if an operation inside reads tensors of another device."""
-        outer = self.alone
-        self.alone = device.index
+        outer = self.thread.alone
+        self.thread.alone = device.index
         try:
             yield
         finally:
-            self.alone = outer
+            self.thread.alone = outer
 
     def device(self, tensor: Tensor) -> torch.device:
         """Return the tensor's stand-in; the host is ``cpu`` without an index."""
@@ -172,6 +184,18 @@ class _Tags:
             return torch.device("meta")
         index = self.get(tensor)
         return torch.device("cpu") if index < 0 else torch.device("cpu", index)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Check the operations of this thread, too, unless they are checked."""
+        if any(
+            isinstance(mode, _CopiesAndQueries)
+            for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        ):
+            yield
+            return
+        with _CopiesAndQueries(self), _OneDevicePerOperation(self):
+            yield
 
     def answering(self) -> AbstractContextManager[Any]:
         """Report stand-ins from ``tensor.device`` inside the block.
@@ -253,16 +277,15 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
 
     supports_higher_order_operators = True
 
-    def __init__(self, tags: _Tags, leaves: _Leaves) -> None:
+    def __init__(self, tags: _Tags) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tags = tags
-        self._leaves = leaves
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not devices.observed():
             return func(*args, **kwargs)
-        self._leaves.watch(_tensors((args, kwargs)))
+        self._tags.leaves.watch(_tensors((args, kwargs)))
         if any(map(devices.dispatches, types)):
             # the subclass decomposes the operation; this mode checks the operations inside
             return NotImplemented
@@ -283,7 +306,7 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         # a factory function: an explicit stand-in wins; a bare cpu is the host for user code, and
         # unknown for internals of autograd or of a composite operation
         if given is not None and given.type == devices.CPU:
-            is_part = self._tags.inside_operation or torch._C._current_graph_task_id() != -1
+            is_part = self._tags.thread.inside_operation or torch._C._current_graph_task_id() != -1
             nowhere = _ANYWHERE if is_part else _HOST
             place = nowhere if given.index is None else given.index
         result = func(*args, **kwargs)
@@ -293,11 +316,11 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
     def _nested(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run a higher-order operation, and check the operations in its subgraphs."""
         place = self._one(operation.name(), _tensors((args, kwargs)))
-        outer, self._tags.inside_operation = self._tags.inside_operation, True
+        outer, self._tags.thread.inside_operation = self._tags.thread.inside_operation, True
         try:
             result = run_under_mode(self, operation, args, kwargs)
         finally:
-            self._tags.inside_operation = outer
+            self._tags.thread.inside_operation = outer
         self._tag(result, place)
         return result
 
@@ -328,8 +351,8 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             place, first = index, tensor
         if first is not None and on_host is not None:
             raise _mixed(name, first, on_host, place, _HOST)
-        if first is not None and self._tags.alone not in (None, place):
-            raise _elsewhere(name, first, place, self._tags.alone)
+        if first is not None and self._tags.thread.alone not in (None, place):
+            raise _elsewhere(name, first, place, self._tags.thread.alone)
         return _HOST if on_host is not None else place
 
     def _check_each(self, name: str, args: Any) -> None:
@@ -392,12 +415,12 @@ class _CopiesAndQueries(TorchFunctionMode):
             return self._to(*args, **kwargs)
         if func is torch.tensor:
             return self._from_numbers(*args, **kwargs)
-        outer = self._tags.inside_operation
-        self._tags.inside_operation = _has_tensor(args) or _has_tensor(kwargs)
+        outer = self._tags.thread.inside_operation
+        self._tags.thread.inside_operation = _has_tensor(args) or _has_tensor(kwargs)
         try:
             return func(*args, **kwargs)
         finally:
-            self._tags.inside_operation = outer
+            self._tags.thread.inside_operation = outer
 
     def _from_numbers(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the result of ``torch.tensor``, recorded on its device.

@@ -6,8 +6,11 @@ cache with torch.compile is a peer, too. All of them run equal models of transfo
 prompts and take turns. A row says whether they make the same tokens. Without GPUs, a tiny model on
 CPU stand-ins only shows that the benchmark runs.
 
+With two devices or more, ``in_flight`` generates for several groups of sequences at once.
+
 ``PLACER_GENERATION_ENGINES`` names some of the engines, such as ``ours,eager``, and
-``PLACER_GENERATION_ROUNDS`` the number of turns, for a short trial.
+``PLACER_GENERATION_ROUNDS`` the number of turns, for a short trial. ``in_flight`` alone keeps the
+other rows of earlier runs.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from time import perf_counter
 from typing import Any
 
 from .. import record
+from . import in_flight
 
 ROUNDS = int(os.environ.get("PLACER_GENERATION_ROUNDS", "7"))
 PEER = "accelerate's dispatch_model"
@@ -32,14 +36,38 @@ COMPILED = "static cache and compile on one device"
 ENGINES = {"ours": "ours", "hooks": HOOKS, "accelerate": PEER, "eager": ONE, "compiled": COMPILED}
 """The names of engines in ``PLACER_GENERATION_ENGINES``, and in the rows."""
 
+IN_FLIGHT = "in_flight"
+"""The name of the case with several groups in flight."""
+
 
 def run() -> list[dict[str, Any]]:
+    """Return the times of tokens, and the tokens per second of several groups in flight."""
+    from ..executor import cases
+
+    cases.prepare()
+    rows = []
+    asked = _asked()
+    if asked != [IN_FLIGHT]:
+        rows += _single()
+    if IN_FLIGHT in asked and (not cases.on_gpus() or len(cases.places()) > 1):
+        rows += in_flight.rows(ROUNDS)
+    if asked == [IN_FLIGHT]:
+        made = {(row["case"], row["measure"]) for row in rows}
+        kept = record.known("generation")
+        rows = [row for row in kept if (row["case"], row["measure"]) not in made] + rows
+    return rows
+
+
+def _asked() -> list[str]:
+    return os.environ.get("PLACER_GENERATION_ENGINES", ",".join([*ENGINES, IN_FLIGHT])).split(",")
+
+
+def _single() -> list[dict[str, Any]]:
     """Return the time of a token in the loop, of the prompt, and of the first call."""
     import torch
 
     from ..executor import cases
 
-    cases.prepare()
     model = _model(cases.is_small())
     parameters = sum(p.numel() for p in model.parameters())
     label = (
@@ -118,8 +146,7 @@ def _ways(model: Any, stack: ExitStack) -> Iterator[tuple[str, _Way]]:
     """
     from ..executor import cases
 
-    asked = os.environ.get("PLACER_GENERATION_ENGINES", ",".join(ENGINES)).split(",")
-    names = {"ours", *(ENGINES[key] for key in asked)}
+    names = {"ours", *(ENGINES[key] for key in _asked() if key != IN_FLIGHT)}
     if ONE in names:
         yield ONE, _Way(model)
     # transformers compiles on GPUs only

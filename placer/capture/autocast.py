@@ -6,8 +6,9 @@ pass would read a cast copy that is freed or outdated. So passes cast for themse
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,16 @@ def current_dtypes() -> Hashable:
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in _KINDS
     )
+
+
+def current_contexts() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Return functions that open this thread's autocast in another thread."""
+    cached = torch.is_autocast_cache_enabled()
+    return [
+        partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=cached)
+        for kind in _KINDS
+        if torch.is_autocast_enabled(kind)
+    ]
 
 
 def current_dtype() -> torch.dtype | None:

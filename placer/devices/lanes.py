@@ -335,6 +335,12 @@ def start_reading(tensor: Tensor) -> tuple[Tensor, Mark]:
     return landing, Lane(location(tensor), caller=True).mark()
 
 
+def finish(device: torch.device) -> None:
+    """Wait until this thread's stream of a device has no work left."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def has_passed(mark: Mark) -> bool:
     """Return whether a device has reached a mark, without waiting."""
     return not isinstance(mark, torch.cuda.Event) or bool(

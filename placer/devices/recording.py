@@ -94,6 +94,7 @@ def record(
     generators: Sequence[Sequence[torch.Generator]] | None = None,
     rooms: Sequence[Rooms] = (),
     warm: bool = False,
+    stream: torch.cuda.Stream | None = None,
 ) -> list[Callable[[], None]]:
     """Record each pass as a CUDA graph and return the functions that replay them.
 
@@ -111,6 +112,8 @@ def record(
             let memory grow as needed.
         warm: the passes ran before and did nothing that cannot be recorded. Otherwise they run
             three times first.
+        stream: where to record; None for the device's recorder. Recordings of one stream share the
+            workspaces of libraries, so their replays must not overlap.
 
     Returns:
         For each pass, a function that replays it.
@@ -119,9 +122,9 @@ def record(
         NotRecordable: if a pass cannot be recorded.
     """
     pools = [memory_pool(device)] * len(passes) if pools is None else pools
-    with ErrorTranslation(_not_recordable), _recordable(device) as stream:
+    with ErrorTranslation(_not_recordable), _recordable(device, stream) as used:
         if not warm:
-            _warm_up(passes, stream)
+            _warm_up(passes, used)
         rows = zip(
             passes,
             pools,
@@ -130,7 +133,7 @@ def record(
             strict=True,
         )
         return [
-            _captured(run, stream, pool, drawn_from, own)[0].replay
+            _captured(run, used, pool, drawn_from, own)[0].replay
             for run, pool, drawn_from, own in rows
         ]
 
@@ -291,11 +294,19 @@ def _end_allocating(device: torch.device, pool: Any) -> None:
 
 
 @contextmanager
-def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Yield the stream to record on; restore the device's state after a failure."""
+def _recordable(
+    device: torch.device, own: torch.cuda.Stream | None = None
+) -> Iterator[torch.cuda.Stream]:
+    """Yield the stream to record on; restore the device's state after a failure.
+
+    Args:
+        device: where to record.
+        own: the stream; None for the device's recorder.
+    """
     # a capture fails while another device is current
     with RECORDING, torch.cuda.device(device):
-        stream, before = recorder(device).stream, torch.cuda.current_stream(device)
+        stream = recorder(device).stream if own is None else own
+        before = torch.cuda.current_stream(device)
         try:
             yield stream
         except torch.OutOfMemoryError:

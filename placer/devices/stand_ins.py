@@ -5,6 +5,7 @@ It records which CPU stand-in holds each tensor.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -27,6 +28,9 @@ class Registry(Protocol):
 
     def only(self, device: torch.device) -> AbstractContextManager[None]:
         """Raise a MixedDevicesError if an operation inside reads tensors of another device."""
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Check the operations of this thread, too, unless they are checked."""
 
     def answering(self) -> AbstractContextManager[None]:
         """Report stand-ins from ``tensor.device`` in backward passes, too.
@@ -54,17 +58,32 @@ stand_ins: list[int] = []
 registries: list[Registry] = []
 
 
-_observed: list[bool] = [True]
+class _Observed(threading.local):
+    """Whether ``logical_devices`` checks the operations of a thread."""
+
+    def __init__(self) -> None:
+        self.now = True
+
+
+_observed = _Observed()
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Suspend the checks of ``logical_devices``: capture and measuring are not user work."""
-    _observed.append(False)
+    """Suspend the checks of ``logical_devices``: capture and measuring are not user work.
+
+    Other threads go on being checked.
+    """
+    before, _observed.now = _observed.now, False
     try:
         yield
     finally:
-        _observed.pop()
+        _observed.now = before
+
+
+def joined() -> AbstractContextManager[None]:
+    """Check the operations of this thread, too: torch's modes belong to one thread."""
+    return registries[-1].joined() if registries else nullcontext()
 
 
 def answering() -> AbstractContextManager[None]:
@@ -73,5 +92,5 @@ def answering() -> AbstractContextManager[None]:
 
 
 def observed() -> bool:
-    """Return whether ``logical_devices`` checks operations."""
-    return _observed[-1]
+    """Return whether ``logical_devices`` checks the operations of this thread."""
+    return _observed.now

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 POOL = 32
 """Number of streams per device in torch's pool (c10/cuda/CUDAStream.cpp)."""
@@ -52,3 +55,111 @@ def _stream_outside(taken: set[int], device: torch.device) -> torch.cuda.Stream:
         if stream.cuda_stream not in taken:
             break
     return stream
+
+
+_MOST_APART = 15
+"""Streams per device for threads of their own; about as many are left for lanes."""
+
+_apart: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+_apart_counts: defaultdict[torch.device, int] = defaultdict(int)
+
+
+class SideStreams:
+    """One stream per device, for the work and the recordings of one thread at a time.
+
+    Graphs that were recorded on one stream share the workspaces of libraries. Graphs on different
+    side streams share none, so that their replays may overlap.
+
+        caller's stream   ──┬─────────────────────┬──
+        side stream         └── work in the block ┘
+
+    Args:
+        places: the devices; those without streams are skipped.
+
+    Raises:
+        NoStreamsError: if all are in use.
+    """
+
+    def __init__(self, places: Iterable[torch.device]) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._callers: dict[torch.device, torch.cuda.Stream] = {}
+        for place in places:
+            if place.type == "cuda":
+                try:
+                    self._streams[place] = _taken_apart(place)
+                except NoStreamsError:
+                    self.release()
+                    raise
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream of a device; None if it has none."""
+        return self._streams.get(device)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let this thread's work inside go into these streams, and wait for it at the end."""
+        if not self._streams:
+            yield
+            return
+        device = torch.cuda.current_device()
+        self._callers = {place: torch.cuda.current_stream(place) for place in self._streams}
+        try:
+            for place, stream in self._streams.items():
+                stream.wait_stream(self._callers[place])
+                torch.cuda.set_stream(stream)
+            torch.cuda.set_device(device)  # ``set_stream`` changes it
+            yield
+        finally:
+            callers, self._callers = self._callers, {}
+            for place, stream in self._streams.items():
+                torch.cuda.set_stream(callers[place])
+                callers[place].wait_stream(stream)
+            torch.cuda.set_device(device)
+            # The next block may be another thread's, whose streams know nothing of this work.
+            for stream in self._streams.values():
+                stream.synchronize()
+
+    def hand_over(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor until the caller's work on it is done.
+
+        Args:
+            tensor: made in the block, for use after it.
+        """
+        caller = self._callers.get(tensor.device)
+        if caller is not None:
+            tensor.record_stream(caller)
+
+    def release(self) -> None:
+        """Give the streams back, for other threads."""
+        with _lock:
+            for place, stream in self._streams.items():
+                _apart[place].append(stream)
+        self._streams = {}
+
+
+class NoStreamsError(Exception):
+    """All streams for threads of their own are in use."""
+
+
+def _taken_apart(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream that no lane and no recording has, now or later."""
+    with _lock:
+        if _apart[device]:
+            return _apart[device].pop()
+        taken = {*_lanes[device].values(), *_recordings[device]}
+        stream = _stream_outside(taken, device)
+        if _apart_counts[device] >= _MOST_APART or stream.cuda_stream in taken:
+            raise NoStreamsError
+        _apart_counts[device] += 1
+        _recordings[device].add(stream.cuda_stream)
+        return stream
+
+
+def keep_for_caller(tensor: Tensor) -> None:
+    """Keep the memory of another thread's tensor until this thread's work on it is done.
+
+    Args:
+        tensor: complete, on any device.
+    """
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -22,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from threading import RLock
 from typing import Any, NoReturn
 
 import torch
@@ -47,8 +46,10 @@ from placer.capture.loss_functions import LossFunction
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.engine.compiled_segments import Backend, backend_of
-from placer.executor.generation.decoding import GenerationReport
+from placer.executor.generation.findings import GenerationReport
+from placer.executor.generation.generate_many import generate_many
 from placer.executor.measure import measure_step, measure_stream
+from placer.executor.model_lock import ModelLock
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
 from placer.executor.settings import Settings
@@ -131,7 +132,7 @@ class DataFlow(nn.Module):
     recompute: list[DeviceLike] = _held_by("settings", "recompute")
     in_flight: Sequence[int] = _held_by("settings", "in_flight")
     gradients_wait: bool = _held_by("placed", "gradients_wait")
-    lock: RLock = _held_by("placed", "lock")
+    lock: ModelLock = _held_by("placed", "lock")
     copies: Copies = _held_by("placed.weights", "copies")
 
     def __init__(
@@ -519,6 +520,47 @@ class DataFlow(nn.Module):
         """By segment that a stream runs without torch.compile though it was asked for: why."""
         return {place: why for place, (_, why) in self.calls.streams.compiling().items() if why}
 
+    def generate_many(
+        self, prompts: Iterable[Any], *, in_flight: int | None = None, **options: Any
+    ) -> Generator[Any, None, None]:
+        """Generate text for prompt after prompt, several at a time, each on other devices.
+
+            for ids in flow.generate_many(prompts, max_new_tokens=20):
+                print(tokenizer.batch_decode(ids))
+
+        While one device computes a token of one prompt, the others compute tokens of other prompts.
+        Each result is what ``model.generate(prompt, **options)`` returns in ``applied()``. Sampling
+        takes its random numbers from torch's generators in the order in which tokens come, so a
+        seed does not fix it.
+
+        Every generation in flight has a static cache with room for its whole text, and thus needs
+        as much memory for keys and values as a single generation; its recorded passes and the
+        workspaces of libraries come on top, for each device. It stays for the next call,
+        until ``update_flow`` or ``undo``, or until a prompt is short of memory. Closing the
+        iterator early frees it.
+
+        Args:
+            prompts: an iterable of prompts, each a tensor of token ids, ``(sequences, tokens)``, or
+                a dict of ``generate``'s arguments, which come before ``options``.
+            in_flight: most prompts that are generated at the same time; the number of devices with
+                weights if None. Results that wait for an earlier prompt do not count; there are at
+                most as many.
+            options: keyword arguments of the model's ``generate``, for all prompts.
+
+        Returns:
+            A generator of the result for each prompt, in their order. What fails is raised in the
+            position of its prompt, and ends the generator. Close it to cancel what runs.
+
+        Raises:
+            InputError: if the flow is not placed or has clones, the model has no ``generate``,
+                ``prompts`` is not an iterable of prompts, ``in_flight`` is not a count, or an
+                option cannot be shared by several texts.
+        """
+        calls = self.calls
+        return generate_many(
+            self.placed, calls.decoding, calls.applied, prompts, in_flight, options
+        )
+
     def applied(self, record: bool = True) -> AbstractContextManager[nn.Module]:
         """Let the model itself run placed, for a while.
 
@@ -526,8 +568,11 @@ class DataFlow(nn.Module):
                 ids = model.generate(ids, max_new_tokens=20)
 
         A call of the model is a call of the flow, in one micro-batch; its other methods run through
-        hooks. This holds in this thread. Other threads' calls of the flow wait until it is over,
-        and their calls of the model raise. Operations of the caller's own code are aligned
+        hooks. This holds in this thread. Other threads may apply the flow at the same time: their
+        generations take turns with this one at every pass of the model, so that different texts are
+        on different devices. Each has a cache and recordings of its own. A thread that calls only
+        ``model.generate`` joins by itself; its other calls of the model raise. Calls of the flow
+        wait until no thread applies it. Operations of the caller's own code are aligned
         meanwhile, too: tensors of two devices are brought to one. What checkpoints run again in a
         backward pass, which may come later, runs as it did in here.
 

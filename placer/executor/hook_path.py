@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import is_
-from threading import RLock, get_ident
+from threading import Lock, RLock, get_ident
 from typing import Any
 
 import torch
@@ -27,20 +27,40 @@ Standing = Callable[[], AbstractContextManager[Any]]
 class HookPath:
     """The hooks of one model, present only while it runs forward or again in a backward pass.
 
+    Several threads may run it at once. They share the hooks, and each aligns its own operations.
+
     Args:
         module: the model.
-
-    Attributes:
-        runs: whether the model currently runs through them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._standing: Alignment | None = None
-        self._thread = self._thread_again = 0
+        self._by_thread: dict[int, Alignment] = {}
+        self._hooks: ModuleHooks | None = None
+        self._changing = Lock()
+        self._running: set[int] = set()
+        self._thread_again = 0
         # autograd has a thread per device for backward passes
         self._turn_again = RLock()
-        self.runs = False
+
+    @property
+    def runs(self) -> bool:
+        """Return whether this thread currently runs the model through the hooks."""
+        return get_ident() in self._running
+
+    @property
+    def _standing(self) -> Alignment | None:
+        """Return the alignment of this thread's operations; None outside of ``standing``."""
+        return self._by_thread.get(get_ident())
+
+    @contextmanager
+    def _run(self) -> Iterator[None]:
+        """Note that the model runs in this thread."""
+        self._running.add(get_ident())
+        try:
+            yield
+        finally:
+            self._running.discard(get_ident())
 
     def run(
         self, assignment: Assignment, parts: Sequence[Part], target: torch.device | None
@@ -61,17 +81,13 @@ class HookPath:
         """
         results: list[list[Any]] = []
         structures: list[Structure] = []
-        self.runs = True
-        try:
-            with self.standing(assignment):
-                for part in parts:
-                    args, kwargs = part.inputs.unflatten(part.tensors)
-                    leaves, structure = flatten(self._module(*args, **kwargs))
-                    place = target or self._latest(assignment)
-                    results.append(to_device(leaves, place))
-                    structures.append(structure)
-        finally:
-            self.runs = False
+        with self._run(), self.standing(assignment):
+            for part in parts:
+                args, kwargs = part.inputs.unflatten(part.tensors)
+                leaves, structure = flatten(self._module(*args, **kwargs))
+                place = target or self._latest(assignment)
+                results.append(to_device(leaves, place))
+                structures.append(structure)
         return results, structures, (args, kwargs), place
 
     def call(
@@ -108,12 +124,8 @@ class HookPath:
             kwargs: keyword arguments.
         """
         assert self._standing is not None
-        self.runs = True
-        try:
-            with self._standing.resumed():
-                return self._module(*args, **kwargs)
-        finally:
-            self.runs = False
+        with self._run(), self._standing.resumed():
+            return self._module(*args, **kwargs)
 
     def _latest(self, assignment: Assignment) -> torch.device:
         """Return the device of the module that was entered last, while the model runs."""
@@ -137,25 +149,57 @@ class HookPath:
             return
         refuse_scripts(self._module)
         alignment = Alignment(
-            renewal=partial(self._renewed, again or partial(self.standing, assignment))
+            renewal=partial(self._renewed, again or partial(self.standing, assignment), get_ident())
         )
-        arrivals = ModuleHooks(self._places(assignment), alignment)
-        self._standing, self._thread = alignment, get_ident()
-        try:
-            with alignment:
-                yield
-        finally:
-            self._standing = None
-            arrivals.remove()
+        with self._aligned_by(alignment, assignment), alignment:
+            yield
 
     @contextmanager
-    def _renewed(self, again: Standing) -> Iterator[Alignment]:
-        """Provide the hooks to a recomputation in a backward pass, one thread at a time."""
-        with self._turn_again, nullcontext() if self.stand else again():
+    def _aligned_by(
+        self, alignment: Alignment, assignment: Assignment | None = None
+    ) -> Iterator[None]:
+        """Let the hooks note in ``alignment`` what this thread runs.
+
+        The first thread adds the hooks to the modules, and the last one removes them.
+
+        Args:
+            alignment: of the thread's operations.
+            assignment: the devices of the modules; None if the hooks are there.
+        """
+        thread = get_ident()
+        with self._changing:
+            if self._hooks is None:
+                assert assignment is not None
+                self._hooks = ModuleHooks(self._places(assignment))
+            self._hooks.alignments[thread] = self._by_thread[thread] = alignment
+        try:
+            yield
+        finally:
+            with self._changing:
+                del self._by_thread[thread]
+                assert self._hooks is not None
+                self._hooks.forget(thread)
+                if not self._by_thread:
+                    self._hooks.remove()
+                    self._hooks = None
+
+    @contextmanager
+    def _renewed(self, again: Standing, thread: int) -> Iterator[Alignment]:
+        """Provide the hooks to a recomputation in a backward pass, one thread at a time.
+
+        Args:
+            again: the context of the recomputation if no hooks are present.
+            thread: the number of the thread that ran the forward pass.
+        """
+        with self._turn_again, nullcontext() if self._by_thread else again():
             outer, self._thread_again = self._thread_again, get_ident()
+            standing = self._standing
+            lent = standing or self._by_thread.get(thread)
+            lent = lent or next(iter(self._by_thread.values()), None)
             try:
                 # after ``undo`` the layers are back home and need no alignment
-                yield self._standing or Alignment()
+                with nullcontext() if lent is None or standing else self._aligned_by(lent):
+                    yield lent or Alignment()
             finally:
                 self._thread_again = outer
 
@@ -168,7 +212,7 @@ class HookPath:
 
     @property
     def stand(self) -> bool:
-        """Return whether ``standing`` is active."""
+        """Return whether ``standing`` is active in this thread."""
         return self._standing is not None
 
     @property
@@ -178,8 +222,8 @@ class HookPath:
 
     @property
     def are_elsewhere(self) -> bool:
-        """Return whether another thread is in ``standing``, and this is not its recomputation."""
-        return self.stand and self._thread != get_ident() and not self.run_again
+        """Return whether only other threads are in ``standing``."""
+        return bool(self._by_thread) and not self.stand and not self.run_again
 
     def refuse_standing(self) -> None:
         """Raise an InputError in ``standing``, whose hooks rely on unchanged devices."""

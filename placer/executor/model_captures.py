@@ -175,7 +175,11 @@ class ModelCaptures:
         return (self._census or self._look()).state
 
     def captures(
-        self, parts: Sequence[Part], needed: bool = True, waits: bool = False
+        self,
+        parts: Sequence[Part],
+        needed: bool = True,
+        waits: bool = False,
+        known_only: bool = False,
     ) -> list[Capture] | None:
         """Return the captures that cover a call's micro-batches, after one inspection of the model.
 
@@ -185,6 +189,7 @@ class ModelCaptures:
                 need their own capture.
             waits: whether to delay a capture until calls of the kind have spent as much time on
                 hooks.
+            known_only: whether to make no capture unless it is needed.
 
         Returns:
             The capture of each micro-batch; None if the model should run through hooks.
@@ -192,7 +197,7 @@ class ModelCaptures:
         mode, before = self.mode(), self._made
         found = []
         for part in parts:
-            capture = self._capture(mode, part, needed, waits)
+            capture = self._capture(mode, part, needed, waits, known_only)
             if capture is None:
                 return None
             found.append(capture)
@@ -293,7 +298,9 @@ class ModelCaptures:
         """Return whether a capture still describes the model."""
         return any(capture in known for known in self._captures.values())
 
-    def _capture(self, mode: Hashable, part: Part, needed: bool, waits: bool) -> Capture | None:
+    def _capture(
+        self, mode: Hashable, part: Part, needed: bool, waits: bool, known_only: bool
+    ) -> Capture | None:
         key, (tensors, inputs, dims) = _key(mode, part), part
         if key not in self._seen:
             if sum(map(len, self._captures.values())) >= _KEPT_CAPTURES:
@@ -307,7 +314,9 @@ class ModelCaptures:
                     return None
                 kind = mode, inputs.key, _kinds(tensors)
                 if not needed and (
-                    self._had_better_pass(key) or (waits and self._waits(kind, tensors))
+                    known_only
+                    or self._had_better_pass(key)
+                    or (waits and self._waits(kind, tensors))
                 ):
                     return None
                 try:

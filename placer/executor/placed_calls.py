@@ -9,8 +9,9 @@ Calls that come again are recorded.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -28,7 +29,7 @@ from placer.errors import InputError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.device_map import device_map_set
 from placer.executor.engine.fill_drain import even_sizes
-from placer.executor.generation.decoding import Decoding
+from placer.executor.generation.generations import CancelledError, Generations
 from placer.executor.inference.repeated_calls import RepeatedCalls
 from placer.executor.inference.stream import Streams
 from placer.executor.micro_batches import Cutter, MicroBatches, weights_of
@@ -37,6 +38,7 @@ from placer.executor.output_joining import join
 from placer.executor.placed_model import PlacedModel, call_captured, joined
 from placer.executor.settings import Settings
 from placer.executor.stage_errors import nothing_held
+from placer.executor.state.assignment import Assignment
 from placer.executor.state.batch_statistics import refuse_uncaptured
 from placer.schema import BatchOptions
 
@@ -50,13 +52,21 @@ class PlacedCalls:
 
     Attributes:
         streams: all streams of the flow.
-        decoding: the recorded passes of one token, for ``generate``.
+        decoding: the recorded passes of one token, for ``generate`` in any thread.
     """
 
     def __init__(self, placed: PlacedModel, settings: Settings) -> None:
         self._placed = placed
         self._settings = settings
         self.streams = Streams(placed, settings, self.run_whole)
+        self.decoding = Generations(
+            placed.module, placed.hooks, placed.lock, partial(self.applied, is_guest=True)
+        )
+        self._block = _Block()
+        # while any thread is in ``applied``: what makes the model's calls the flow's
+        self._replaced: ExitStack | None = None
+        self._blocks = 0
+        self._records = True
         self.forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,7 +82,7 @@ class PlacedCalls:
     def drop_recordings(self) -> None:
         """Discard what was recorded for the map in force."""
         self.streams.clear()
-        self.decoding = Decoding(self._placed.module, self._placed.hooks)
+        self.decoding.clear()
 
     def run(
         self, call: Call, chunks: int, options: BatchOptions, target: torch.device | None
@@ -148,28 +158,70 @@ class PlacedCalls:
         return self._cutter.cut(call, options, sizes_of, weigh, self._placed.needs_captures)
 
     @contextmanager
-    def applied(self, record: bool = True) -> Iterator[nn.Module]:
+    def applied(
+        self,
+        record: bool | None = None,
+        *,
+        is_guest: bool = False,
+        is_apart: bool = False,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> Iterator[nn.Module]:
         """Let the model itself run placed inside the block; see ``DataFlow.applied``.
 
         Args:
-            record: whether to decode through recorded passes.
+            record: whether to decode through recorded passes; None as around the block, or True.
+            is_guest: whether a thread that is in such a block waits for this one.
+            is_apart: whether the thread has streams of its own in any case.
+            is_cancelled: returns whether calls of the model are to raise a CancelledError.
         """
-        placed, assignment = self._placed, self._placed.assignment
-        if assignment is None:
-            self._settings.warn_of_edits()
-            yield placed.module
-            return
-        if placed.weights.clones is not None:
+        placed = self._placed
+        if placed.weights.clones is not None and placed.assignment is not None:
             raise InputError(
                 "`flow.applied()` does not support clones: make the flow without enable_clone"
             )
-        with placed.lock:
-            placed.bring_back()
-            hooks = placed.hooks.standing(assignment, again=self.applied)
-            calls = self._calls(self._decoded if record else self._called)
-            named = device_map_set(placed.module, assignment)
-            with hooks, calls, named, self.decoding.announced():
+        with placed.lock.block(self, is_guest):
+            assignment = placed.assignment
+            if assignment is None:
+                self._settings.warn_of_edits()
                 yield placed.module
+                return
+            if record is None:
+                record = self._records if is_guest else self._block.records
+            elif not self._blocks:
+                self._records = record
+            places = list(dict.fromkeys([*assignment.devices, self._settings.output_device]))
+            with (
+                devices.joined(),
+                placed.hooks.standing(assignment, again=self.applied),
+                self.decoding.slot(places, is_apart),
+                self._block.set(record, is_cancelled),
+            ):
+                self._enter(assignment)
+                try:
+                    yield placed.module
+                finally:
+                    self._leave()
+
+    def _enter(self, assignment: Assignment) -> None:
+        """Let calls of the model be the flow's; the first thread in a block changes the model."""
+        placed = self._placed
+        with placed.lock:
+            if not self._blocks:
+                placed.bring_back()
+                with ExitStack() as stack:
+                    stack.enter_context(self._calls(self._decoded))
+                    stack.enter_context(device_map_set(placed.module, assignment))
+                    stack.enter_context(self.decoding.replaced())
+                    self._replaced = stack.pop_all()
+            self._blocks += 1
+
+    def _leave(self) -> None:
+        """Undo ``_enter``, after the last block."""
+        with self._placed.lock:
+            self._blocks -= 1
+            if not self._blocks and self._replaced is not None:
+                self._replaced.close()
+                self._replaced = None
 
     def _calls(self, called: Callable[..., Any]) -> AbstractContextManager[None]:
         """Return a context in which calls of the model are the flow's.
@@ -184,6 +236,7 @@ class PlacedCalls:
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model while the flow is applied to it."""
         hooks = self._placed.hooks
+        self._block.refuse_cancelled()
         # the flow itself runs it, or captures it
         if hooks.runs or not devices.observed():
             return self._placed.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -198,7 +251,9 @@ class PlacedCalls:
     def _decoded(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model while the flow is applied to it, recorded if it decodes."""
         through_flow, hooks = partial(self._called, *args, **kwargs), self._placed.hooks
-        if hooks.runs or not devices.observed() or hooks.are_elsewhere:
+        self._block.refuse_cancelled()
+        is_elsewhere = hooks.runs or not devices.observed() or hooks.are_elsewhere
+        if is_elsewhere or not self._block.records:
             return through_flow()
         target = self._settings.output_device
         with nothing_held(), self._turn(), hooks.paused():
@@ -228,8 +283,12 @@ class PlacedCalls:
         if results is None:
             # inside it, constants could not be trained with later
             with torch.inference_mode(False):
+                # A capture changes torch's classes for a while, which other threads run meanwhile.
                 captures = placed.captures.captures(
-                    parts, placed.needs_captures, waits=placed.hooks.stand
+                    parts,
+                    placed.needs_captures,
+                    waits=placed.hooks.stand,
+                    known_only=placed.lock.has_other_blocks,
                 )
         if captures is not None and placed.captures.stops_gradients(captures, parts):
             return None, None
@@ -265,6 +324,9 @@ class PlacedCalls:
         nothing.
         """
         kept = torch.is_grad_enabled() or devices.has_tangents() or self._placed.module.training
+        # Other generations may draw random numbers, which they cannot during a recording.
+        # A recording of a stream may also share workspaces of libraries with a generation's.
+        kept = kept or self._placed.lock.has_other_blocks
         places = self._settings.devices
         helps = len(sizes) > 1 or all(place.type == "cuda" for place in places)
         return helps and not (kept or self._placed.weights.clones is not None)
@@ -331,6 +393,35 @@ class PlacedCalls:
             for leaves, structure in zip(results, structures, strict=True)
         ]
         return join(nests, cut.sizes, cut.joining, weights), place
+
+
+class _Block(threading.local):
+    """How this thread runs the model inside ``flow.applied()``.
+
+    Attributes:
+        records: whether it decodes through recorded passes.
+        is_cancelled: returns whether its calls of the model are to raise a CancelledError; None for
+            never.
+    """
+
+    def __init__(self) -> None:
+        self.records = True
+        self.is_cancelled: Callable[[], bool] | None = None
+
+    @contextmanager
+    def set(self, records: bool, is_cancelled: Callable[[], bool] | None) -> Iterator[None]:
+        """Change it inside the block."""
+        before = self.records, self.is_cancelled
+        self.records, self.is_cancelled = records, is_cancelled or self.is_cancelled
+        try:
+            yield
+        finally:
+            self.records, self.is_cancelled = before
+
+    def refuse_cancelled(self) -> None:
+        """Raise a CancelledError if nobody takes the result of this thread's generation."""
+        if self.is_cancelled is not None and self.is_cancelled():
+            raise CancelledError
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from threading import Lock, RLock
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ from placer.executor.engine.checkpointed_segments import with_checkpoints
 from placer.executor.engine.fill_drain import run
 from placer.executor.hook_path import HookPath
 from placer.executor.model_captures import Capture, ModelCaptures
+from placer.executor.model_lock import ModelLock
 from placer.executor.output_joining import Joining, join
 from placer.executor.segment_order import stage_by_stage
 from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
@@ -279,14 +280,14 @@ class PlacedModel:
         self._start()
 
 
-_locks: MutableMapping[nn.Module, RLock] = WeakIdKeyDictionary()
+_locks: MutableMapping[nn.Module, ModelLock] = WeakIdKeyDictionary()
 _choosing_lock = Lock()
 
 
-def _lock_of(module: nn.Module) -> RLock:
+def _lock_of(module: nn.Module) -> ModelLock:
     """Return the lock of a model, which all of its flows share because they move the same state."""
     with _choosing_lock:
-        return _locks.setdefault(module, RLock())
+        return _locks.setdefault(module, ModelLock())
 
 
 def call_captured(

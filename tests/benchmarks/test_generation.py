@@ -15,6 +15,7 @@ def test_it_runs_on_stand_ins_and_makes_the_tokens_of_the_unsplit_model(
 ) -> None:
     transformers()
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PLACER_GENERATION_ENGINES", "ours,hooks,eager")
     rows = importlib.import_module("benchmarks.generation").run()
     values = {row["measure"]: row["value"] for row in rows}
     others = ("eager on one device", "ours, not recorded")
@@ -32,3 +33,22 @@ def test_it_runs_on_stand_ins_and_makes_the_tokens_of_the_unsplit_model(
         for name in (measure, *(f"{measure}, {other}" for other in others))
     }
     assert set(values) == expected and min(values.values()) > 0
+
+
+@pytest.mark.integration
+def test_several_groups_in_flight_have_the_tokens_of_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transformers()
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PLACER_GENERATION_ENGINES", "in_flight")
+    module = importlib.import_module("benchmarks.generation")
+    monkeypatch.setattr(module, "ROUNDS", 1)
+    monkeypatch.setattr(module.record, "known", lambda name: [])
+    values = {row["measure"]: row["value"] for row in module.run()}
+    assert values.pop("tokens in flight that are those of one group at a time") == 100.0
+    assert set(values) == {
+        "tokens per second, several groups in flight",
+        "several groups in flight, in tokens per second of one group at a time",
+    }
+    assert min(values.values()) > 0

@@ -11,9 +11,11 @@ The model's own code stays unchanged.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from threading import get_ident
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -319,11 +321,13 @@ class ModuleHooks:
 
     Args:
         modules: the device of each module.
-        alignment: the mode that aligns operations between the modules.
+
+    Attributes:
+        alignments: by thread, the mode that aligns its operations between the modules.
     """
 
-    def __init__(self, modules: Mapping[nn.Module, torch.device], alignment: Alignment) -> None:
-        self._alignment = alignment
+    def __init__(self, modules: Mapping[nn.Module, torch.device]) -> None:
+        self.alignments: dict[int, Alignment] = {}
         self._handles = [
             handle
             for module, device in modules.items()
@@ -334,8 +338,8 @@ class ModuleHooks:
                 module.register_forward_hook(Departure(self), always_call=True),
             )
         ]
-        # A stack: modules run inside modules.
-        self._inside: list[TemporaryMove] = []
+        # A stack per thread: modules run inside modules.
+        self._inside: defaultdict[int, list[TemporaryMove]] = defaultdict(list)
 
     def enter(self, device: torch.device) -> TemporaryMove:
         """Note that a module on this device runs, and return the exchange that moves its inputs.
@@ -343,15 +347,27 @@ class ModuleHooks:
         Args:
             device: the module's device.
         """
-        self._alignment.place = device
-        self._inside.append(TemporaryMove(device))
-        return self._inside[-1]
+        thread = get_ident()
+        alignment = self.alignments.get(thread)
+        if alignment is not None:
+            alignment.place = device
+        self._inside[thread].append(TemporaryMove(device))
+        return self._inside[thread][-1]
 
     def leave(self) -> None:
         """Note that the module has finished, and restore its lists, dicts and objects."""
         # Empty if a hook before ``Arrival`` failed.
-        if self._inside:
-            self._inside.pop().restore()
+        if inside := self._inside.get(get_ident()):
+            inside.pop().restore()
+
+    def forget(self, thread: int) -> None:
+        """Forget a thread, which runs the model no longer.
+
+        Args:
+            thread: its number.
+        """
+        self.alignments.pop(thread, None)
+        self._inside.pop(thread, None)
 
     def remove(self) -> None:
         """Remove the hooks from the modules."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from placer import devices
 from placer.capture import autocast
 from placer.capture.pytrees import Structure, flatten
 from placer.executor.checks.tolerances import Closeness, shown
+from placer.executor.generation.findings import Findings
 from placer.executor.generation.model_state import CannotRecordError, ModelState
 from placer.executor.generation.operation_trace import OperationTrace, Trace
 from placer.executor.generation.static_cache import (
@@ -32,7 +32,7 @@ from placer.executor.generation.static_cache import (
     UnsupportedCacheError,
     cache_of,
 )
-from placer.executor.generation.text_length import TextLength, announced_by_generate
+from placer.executor.generation.text_length import TextLength
 from placer.executor.generation.trace_replay import TraceReplay
 from placer.executor.hook_path import HookPath
 
@@ -49,27 +49,9 @@ _ATTEMPTS = 8
 _LONGEST_WAIT = 1 << 12
 """Most tokens through hooks before another kind of calls is traced."""
 
+_NOISE = "another generation was busy between its passes for as long as a recording may wait"
+
 _UNSTEADY = "attributes of the model change in every pass"
-
-
-@dataclass(frozen=True)
-class GenerationReport:
-    """How the tokens of ``model.generate`` inside ``flow.applied()`` were computed.
-
-    Attributes:
-        recorded: calls with one token per sequence that replayed a recorded pass.
-        hooked: such calls that ran through hooks, among them two before each recording.
-        stages: devices of the pieces of the latest recorded pass, in order.
-        capacity: tokens that the latest static cache has room for; 0 without one.
-        not_recorded_because: why the latest such call could not be recorded; empty if it was, or
-            will be when its kind comes again.
-    """
-
-    recorded: int = 0
-    hooked: int = 0
-    stages: tuple[str, ...] = ()
-    capacity: int = 0
-    not_recorded_because: str = ""
 
 
 class _WaitingError(Exception):
@@ -127,41 +109,87 @@ class _Recording:
 
 
 class Decoding:
-    """The recorded passes of one flow.
+    """The recorded passes of one generation at a time.
 
     Args:
         module: the model.
         hooks: run it where nothing is recorded.
+        findings: about the model, which all generations of the flow share.
+        is_quiet: waits for other generations' threads, which do nothing then during this pass;
+            returns False if they do something else for long.
+        streams: where the thread works and records; None for the caller's streams.
+        refusal: why nothing is recorded here; empty if something may be.
+
+    Attributes:
+        length: the known limits of the text's length.
     """
 
-    def __init__(self, module: nn.Module, hooks: HookPath) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        hooks: HookPath,
+        findings: Findings,
+        is_quiet: Callable[[], bool],
+        streams: devices.SideStreams | None = None,
+        refusal: str = "",
+    ) -> None:
         self._module = module
         self._hooks = hooks
-        self.report = GenerationReport()
-        self._length = TextLength()
+        self._findings = findings
+        self._is_quiet = is_quiet
+        self._streams = streams
+        self._refusal = refusal
+        self.length = TextLength()
         self._caches: OrderedDict[Hashable, StaticCopy] = OrderedDict()
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
-        self._refused: dict[Hashable, str] = {}
-        self._verified: set[Hashable] = set()
-        self._homes: dict[Hashable, list[torch.device]] = {}
-        self._state: ModelState | None = None
-        self._is_unsteady = False
+        self._version = findings.version
         self._attempts = self._waits = 0
+        self._noisy_attempts = self._noisy_waits = 0
 
     def clear(self) -> None:
         """Drop all recordings and static caches."""
-        for copy in self._caches.values():
-            copy.release()
+        self.release_caches()
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop all recordings; users' caches keep the static memory that they view."""
         self._caches.clear()
         self._recordings.clear()
-        self._refused.clear()
-        self._verified.clear()
-        self._homes.clear()
-        self._state = None
 
-    def announced(self) -> AbstractContextManager[None]:
-        """Note the limits of the texts that ``generate`` makes inside the block."""
-        return announced_by_generate(self._module, self._length)
+    def release_caches(self) -> None:
+        """Give users' caches tensors of their own, before another thread works here."""
+        for copy in self._caches.values():
+            copy.release()
+
+    def give_up(self, cache: Any) -> None:
+        """Give a cache tensors of its own, because another generation goes on with it.
+
+        Args:
+            cache: of transformers.
+        """
+        for copy in self._caches.values():
+            if copy.belongs_to(cache):
+                copy.release()
+
+    def is_short_of_memory(self) -> bool:
+        """Return whether a prompt may need the memory of the static caches."""
+        return any(
+            devices.counts_bytes(place) and devices.unused_bytes(place) < taken
+            for copy in self._caches.values()
+            for place, taken in copy.sizes().items()
+        )
+
+    def drop_outdated(self) -> None:
+        """Drop the recordings if another generation found that the model has changed."""
+        if self._version != self._findings.version:
+            self._version = self._findings.version
+            self.clear()
+
+    def _outdate(self) -> None:
+        """Drop the recordings of all generations: of the others, when their turn comes."""
+        self._findings.outdate()
+        self._version = self._findings.version
+        self.clear()
 
     def run(
         self,
@@ -183,18 +211,16 @@ class Decoding:
             recorded.
         """
         found = cache_of(kwargs)
-        if found is None:
-            return None
-        if _new_tokens(args, kwargs) != 1:
-            self._make_room()
+        if found is None or new_tokens(args, kwargs) != 1:
             return None
         name, cache = found
+        self.drop_outdated()
         try:
             self._refuse_modes()
             call = self._read(args, kwargs, name, cache)
             result = None if call is None else (self._run(call, target, through_hooks),)
         except (CannotRecordError, UnsupportedCacheError, _WaitingError) as error:
-            self._note(hooked=1, why=str(error))
+            self._findings.note(hooked=1, why=str(error))
             return None
         return result
 
@@ -210,8 +236,8 @@ class Decoding:
         view = CacheView(cache)
         if not view.is_filled:
             return None
-        view.homes = None if view.is_static else self._homes.get(view.kinds())
-        capacity = view.capacity(self._length.expected(view.length))
+        view.homes = None if view.is_static else self._findings.homes.get(view.kinds())
+        capacity = view.capacity(self.length.expected(view.length))
         return _Call(args, rest, name, cache, view, capacity, view.signature(capacity))
 
     def _run(self, call: _Call, target: torch.device, through_hooks: Callable[[], Any]) -> Any:
@@ -229,13 +255,14 @@ class Decoding:
             self._recordings.move_to_end(key)
             self._caches.move_to_end(call.signature)
             return self._replayed(recording, call, leaves, target)
-        if self._state is not None and not self._state.holds():
-            self.clear()
+        if self._findings.state is not None and not self._findings.state.holds():
+            self._outdate()
             recording = None
-        if self._state is None:
-            self._state = ModelState(self._module)
-        if general in self._refused:
-            raise CannotRecordError(self._refused[general])
+        if self._findings.state is None:
+            self._findings.state = ModelState(self._module)
+        if general in self._findings.refused:
+            raise CannotRecordError(self._findings.refused[general])
+        self._refuse_noise()
         try:
             if recording is not None:
                 return self._second(recording, call, leaves, target)
@@ -246,18 +273,18 @@ class Decoding:
             if recording is not None:
                 recording.copy.undo()
             # the recordings hold memory that the hooks need
-            self.clear()
-            self._refused[general] = f"there is no memory to record it: {error}"
-            raise CannotRecordError(self._refused[general]) from error
+            self._outdate()
+            self._findings.refused[general] = f"there is no memory to record it: {error}"
+            raise CannotRecordError(self._findings.refused[general]) from error
         except CannotRecordError as error:
             if recording is not None:
                 recording.copy.undo()
                 self._forget(key, call.signature)
-            self._refused[general] = str(error)
+            self._findings.refused[general] = str(error)
             raise
-        if self._is_unsteady or general in self._verified:
+        if self._findings.is_unsteady or general in self._findings.verified:
             recording.copy.follow(call.view)
-            self._note(hooked=1, why=_UNSTEADY if self._is_unsteady else "")
+            self._findings.note(hooked=1, why=_UNSTEADY if self._findings.is_unsteady else "")
             return found
         recording.copy.undo()  # the user's cache goes on without it
         return self._verify(recording, general, key, call, found, through_hooks)
@@ -274,17 +301,17 @@ class Decoding:
         """Compare the first pass of a kind with the model on the user's own cache."""
         expected = through_hooks()
         if not call.view.is_static:
-            self._homes[call.view.kinds()] = places = call.view.places()
+            self._findings.homes[call.view.kinds()] = places = call.view.places()
             if places != recording.copy.places:
                 # the prompt's cache came from elsewhere: keep the next one with its layers
                 self._forget(key, call.signature)
         why = _difference(found, expected, "a static cache gives another result than the model's")
         if why:
-            self._refused[general] = why
+            self._findings.refused[general] = why
             self._forget(key, call.signature)
         else:
-            self._verified.add(general)
-        self._note(hooked=1, why=why)
+            self._findings.verified.add(general)
+        self._findings.note(hooked=1, why=why)
         return expected
 
     def _refuse_vain_attempts(self) -> None:
@@ -296,6 +323,21 @@ class Decoding:
         if self._attempts > _ATTEMPTS:
             self._waits = min(_LONGEST_WAIT, 1 << self._attempts)
 
+    def _refuse_noise(self) -> None:
+        """Raise a _WaitingError if other generations do not wait for their turn.
+
+        While GPUs are recorded, no other thread may draw random numbers on them, as sampling does,
+        and a trace tells from their states whether the model draws some.
+        """
+        if self._noisy_waits:
+            self._noisy_waits -= 1
+            raise _WaitingError(_NOISE)
+        if not self._is_quiet():
+            self._noisy_attempts += 1
+            self._noisy_waits = min(_LONGEST_WAIT, 1 << self._noisy_attempts)
+            raise _WaitingError(_NOISE)
+        self._noisy_attempts = 0
+
     def _forget(self, key: Hashable, signature: Hashable) -> None:
         """Drop a recording, and its static cache if no other recording uses it."""
         recording = self._recordings.pop(key, None)
@@ -306,15 +348,9 @@ class Decoding:
         recording.copy.release()
         self._caches.pop(signature, None)
 
-    def _make_room(self) -> None:
-        """Drop the recordings if a prompt may need the memory of a static cache."""
-        for copy in self._caches.values():
-            for place, taken in copy.sizes().items():
-                if devices.counts_bytes(place) and devices.unused_bytes(place) < taken:
-                    self.clear()
-                    return
-
     def _refuse_modes(self) -> None:
+        if self._refusal:
+            raise CannotRecordError(self._refusal)
         if torch.is_grad_enabled():
             raise CannotRecordError("gradients are enabled; call it inside torch.no_grad()")
         if self._module.training:
@@ -322,7 +358,7 @@ class Decoding:
         if autocast.current_dtype() is not None and torch.is_autocast_cache_enabled():
             # a recording would keep reading weights that were cast before they changed
             raise CannotRecordError("autocast keeps casts of weights")
-        if self._is_unsteady:
+        if self._findings.is_unsteady:
             raise CannotRecordError(_UNSTEADY)
 
     def _opened(
@@ -357,9 +393,9 @@ class Decoding:
         """Trace the first pass of a kind."""
         self._prepare(recording, call, leaves)
         recording.trace, result = self._traced(recording, call)
-        assert self._state is not None
+        assert self._findings.state is not None
         # A second run of the same token would change such a model again.
-        self._is_unsteady = not self._state.holds()
+        self._findings.is_unsteady = not self._findings.state.holds()
         # the values are on their devices; the caller's are copies
         return self._returned(recording, call, leaves, target, result)
 
@@ -367,7 +403,7 @@ class Decoding:
         self, recording: _Recording, call: _Call, leaves: Sequence[Any], target: torch.device
     ) -> Any:
         """Trace another pass; record it and compare the replay, if it equals the first."""
-        assert recording.trace is not None and self._state is not None
+        assert recording.trace is not None and self._findings.state is not None
         before = recording.trace
         self._prepare(recording, call, leaves)
         # The replay after it writes equal keys and values to the same place; other state, such as
@@ -378,17 +414,17 @@ class Decoding:
         ]
         trace, result = self._traced(recording, call)
         found = self._returned(recording, call, leaves, target, result)
-        if not self._state.holds():
-            self._is_unsteady = True
+        if not self._findings.state.holds():
+            self._findings.is_unsteady = True
             recording.copy.follow(call.view)
-            self._note(hooked=1, why=_UNSTEADY)
+            self._findings.note(hooked=1, why=_UNSTEADY)
             return found
         if difference := before.difference(trace):
             raise CannotRecordError(difference)
         recording.trace = None
         replay = TraceReplay(trace, [one for one in recording.outcome if one >= 0])
         try:
-            replay.record()
+            replay.record(self._streams)
         except devices.NotRecordable as error:
             raise CannotRecordError(str(error)) from error
         for tensor, was in kept:
@@ -402,23 +438,23 @@ class Decoding:
         recording.replay = replay
         recording.copy.follow(call.view)
         self._attempts = 0
-        self._note(hooked=1, recording=recording)
+        self._note_recording(recording, hooked=1)
         return found
 
     def _replayed(
         self, recording: _Recording, call: _Call, leaves: Sequence[Any], target: torch.device
     ) -> Any:
-        assert recording.replay is not None and self._state is not None
+        assert recording.replay is not None and self._findings.state is not None
         recording.copy.adopt(call.cache, call.view)
         _fill(recording.inputs, leaves)
         recording.replay.run()
         # Meanwhile the devices work.
-        if not self._state.holds():
+        if not self._findings.state.holds():
             recording.copy.rewind()
-            self.clear()
+            self._outdate()
             raise CannotRecordError("the model has changed")
         recording.copy.follow(call.view)
-        self._note(recorded=1, recording=recording)
+        self._note_recording(recording, recorded=1)
         return self._collected(recording, recording.replay, call, leaves, target)
 
     def _prepare(self, recording: _Recording, call: _Call, leaves: Sequence[Any]) -> None:
@@ -497,21 +533,12 @@ class Decoding:
         ]
         return _exchanged(recording.result.unflatten(tensors), _UsersCache, call.cache)
 
-    def _note(
-        self, recorded: int = 0, hooked: int = 0, recording: _Recording | None = None, why: str = ""
-    ) -> None:
-        report = self.report
-        changes: dict[str, Any] = {
-            "recorded": report.recorded + recorded,
-            "hooked": report.hooked + hooked,
-            "not_recorded_because": why,
-        }
-        if recording is not None and recording.replay is not None:
-            changes |= {
-                "stages": tuple(str(piece.device) for piece in recording.replay.pieces),
-                "capacity": recording.copy.capacity,
-            }
-        self.report = replace(report, **changes)
+    def _note_recording(self, recording: _Recording, recorded: int = 0, hooked: int = 0) -> None:
+        """Count a call with a recorded pass in the report."""
+        assert recording.replay is not None
+        stages = tuple(str(piece.device) for piece in recording.replay.pieces)
+        capacity = recording.copy.capacity
+        self._findings.note(recorded, hooked, stages=stages, capacity=capacity)
 
 
 def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -520,7 +547,7 @@ def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next((one for one in given if isinstance(one, Tensor)), args[0] if args else None)
 
 
-def _new_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def new_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Return the number of tokens per sequence in a call; 0 if it is unknown."""
     tokens = _tokens(args, kwargs)
     return tokens.shape[1] if isinstance(tokens, Tensor) and tokens.dim() > 1 else 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,23 @@ def cache_of(kwargs: Mapping[str, Any]) -> tuple[str, Any] | None:
     if base is None:
         return None
     return next(((name, one) for name, one in kwargs.items() if isinstance(one, base)), None)
+
+
+def cache_tensors(cache: Any) -> Iterator[Tensor]:
+    """Yield the keys and values of a cache.
+
+    Args:
+        cache: of transformers; anything else has none.
+    """
+    base = getattr(sys.modules.get(_MODULE), "Cache", None)
+    parts = (getattr(cache, f"{name}_attention_cache", None) for name in ("self", "cross"))
+    for part in (cache, *parts):
+        if base is None or not isinstance(part, base):
+            continue
+        for layer in getattr(part, "layers", ()):
+            for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+                if isinstance(tensor, Tensor):
+                    yield tensor
 
 
 def capacity_for(length: int, expected: int | None) -> int:
@@ -279,6 +296,14 @@ class StaticCopy:
         has_room = self.length is None or self.length < self.capacity
         return view if has_room and self._is_current(view) else None
 
+    def belongs_to(self, cache: Any) -> bool:
+        """Return whether a cache has views of this memory.
+
+        Args:
+            cache: of transformers.
+        """
+        return self._owner is not None and self._owner() is cache
+
     def adopt(self, cache: Any, view: CacheView) -> None:
         """Take the contents of the user's cache, unless they are here already.
 
@@ -403,6 +428,10 @@ class StaticCopy:
             count = getattr(layer, "cumulative_length", None)
             if isinstance(count, Tensor):
                 layer.cumulative_length = count.clone()
+        if given:
+            # the next owner's work may be in other streams than these copies
+            for place in set(self.places):
+                devices.finish(place)
 
 
 def _static_layer(kinds: Any, layer: Any, capacity: int, place: torch.device) -> Any:

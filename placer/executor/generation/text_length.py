@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-
-
-@contextmanager
-def announced_by_generate(module: nn.Module, length: TextLength) -> Iterator[None]:
-    """Let a model's ``generate`` note the limits of its texts, inside the block.
-
-    Args:
-        module: the model; nothing happens if it has no such method.
-        length: where the limits are noted.
-    """
-    own, name = vars(module), "generate"
-    if not callable(getattr(module, name, None)):
-        yield
-        return
-    before = {name: own[name]} if name in own else {}
-    own[name] = _AnnouncedGenerate(module, length)
-    try:
-        yield
-    finally:
-        own.pop(name, None)
-        own.update(before)
 
 
 class TextLength:
@@ -67,29 +45,3 @@ class TextLength:
         if self._total is None and self._new is not None and length is not None:
             self._total = length + self._new
         return self._total
-
-
-class _AnnouncedGenerate:
-    """A model's ``generate`` that first notes how long the text may become.
-
-    A copy of the model gets the method of its class instead.
-
-    Args:
-        module: the model.
-        length: where the limits are noted.
-    """
-
-    def __init__(self, module: nn.Module, length: TextLength) -> None:
-        self._module, self._length = module, length
-        self._generate: Any = module.generate
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate texts."""
-        self._length.announce(self._module, kwargs)
-        try:
-            return self._generate(*args, **kwargs)
-        finally:
-            self._length.forget()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "generate")

@@ -57,8 +57,11 @@ class TraceReplay:
         self._values: dict[int, Tensor] = {**trace.constants, **trace.externals, **trace.arrived}
         self._last_reads = _last_reads(self.pieces, set(self._values) | set(results))
 
-    def record(self) -> None:
+    def record(self, streams: devices.SideStreams | None = None) -> None:
         """Turn the pieces on GPUs into CUDA graphs, without running them.
+
+        Args:
+            streams: where to record; None for the devices' recorders.
 
         Raises:
             devices.NotRecordable: if a piece cannot be recorded.
@@ -75,7 +78,10 @@ class TraceReplay:
             pool = pools.setdefault(piece.device, devices.memory_pool(piece.device))
             work = [_run_later(self, piece)]
             # The operations have just run, so no library needs another warm-up.
-            (piece.replay,) = devices.record(work, piece.device, pools=[pool], warm=True)
+            stream = None if streams is None else streams.stream(piece.device)
+            (piece.replay,) = devices.record(
+                work, piece.device, pools=[pool], warm=True, stream=stream
+            )
 
     def run(self) -> None:
         """Run the pass; the host does not wait for the devices."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -414,26 +413,6 @@ def test_a_copy_made_inside_generates_by_itself() -> None:
         assert one.generate.__self__ is one
         assert one.to("cpu").generate(_ids(), **OPTIONS).tolist() == expected
     assert "generate" not in vars(model)
-
-
-def test_two_threads_generate_one_after_the_other() -> None:
-    model, reference = pair("llama")
-    flow = split(model)
-    found: dict[int, list[list[int]]] = {}
-
-    def generate(seed: int) -> None:
-        with torch.no_grad(), flow.applied():
-            found[seed] = model.generate(_ids(seed=seed), **OPTIONS).tolist()
-
-    # torch's modes, and so the stand-ins, belong to one thread
-    with devices.unobserved():
-        threads = [threading.Thread(target=generate, args=(seed,)) for seed in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-    for seed in (1, 2):
-        assert found[seed] == reference.generate(_ids(seed=seed), **OPTIONS).tolist()
 
 
 def test_a_text_that_is_broken_off_leaves_no_trace_in_the_next_one() -> None:

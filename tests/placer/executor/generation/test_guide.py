@@ -1,4 +1,4 @@
-"""The guide's program that generates text runs, and its tokens come from recorded passes."""
+"""The guide's programs that generate text run, and their tokens come from recorded passes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from placer.testing import logical_devices
 GUIDE = "docs/guides/inference.md"
 
 
-def test_the_guides_program_generates_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guides_programs_generate_text(capsys: pytest.CaptureFixture[str]) -> None:
     transformers()
-    (text,) = (
+    one, many = (
         block.text
         for block in blocks()
-        if block.page == GUIDE and "from transformers import" in block.text
+        if block.page == GUIDE
+        and ("from transformers import" in block.text or "flow.generate_many(" in block.text)
     )
+    names: dict[str, object] = {}
     with logical_devices(2):
-        exec(compile(text, GUIDE, "exec"), {})
-    assert "torch.Size([1, 32]) 17 ('cpu:0', 'cpu:1'" in capsys.readouterr().out
+        exec(compile(one, GUIDE, "exec"), names)
+        assert "torch.Size([1, 32]) 17 ('cpu:0', 'cpu:1'" in capsys.readouterr().out
+        exec(compile(many, GUIDE, "exec"), names)
+        assert capsys.readouterr().out == "torch.Size([2, 32])\n" * 6

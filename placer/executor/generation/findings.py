@@ -1,0 +1,79 @@
+"""What the generations of one flow find out about its model, and how they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from placer.executor.generation.model_state import ModelState
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """How the tokens of ``model.generate`` inside ``flow.applied()`` were computed.
+
+    Attributes:
+        recorded: calls with one token per sequence that replayed a recorded pass.
+        hooked: such calls that ran through hooks, among them two before each recording.
+        stages: devices of the pieces of the latest recorded pass, in order.
+        capacity: tokens that the latest static cache has room for; 0 without one.
+        not_recorded_because: why the latest such call could not be recorded; empty if it was, or
+            will be when its kind comes again.
+    """
+
+    recorded: int = 0
+    hooked: int = 0
+    stages: tuple[str, ...] = ()
+    capacity: int = 0
+    not_recorded_because: str = ""
+
+
+@dataclass
+class Findings:
+    """What all generations of a flow share; they write to it in their turn only.
+
+    Attributes:
+        report: how tokens were computed.
+        version: grows whenever recordings are outdated.
+        refused: by kind of call, why it cannot be recorded.
+        verified: the kinds of calls whose static cache gives the model's result.
+        homes: by kind of cache, the devices of the layers that fill it.
+        state: of the model, which recordings rely on; None without recordings.
+        is_unsteady: whether attributes of the model change in every pass.
+    """
+
+    report: GenerationReport = field(default_factory=GenerationReport)
+    version: int = 0
+    refused: dict[Hashable, str] = field(default_factory=dict)
+    verified: set[Hashable] = field(default_factory=set)
+    homes: dict[Hashable, Sequence[torch.device]] = field(default_factory=dict)
+    state: ModelState | None = None
+    is_unsteady: bool = False
+
+    def outdate(self) -> None:
+        """Forget the model's state; every generation then drops its recordings."""
+        self.version += 1
+        self.refused.clear()
+        self.verified.clear()
+        self.homes.clear()
+        self.state = None
+
+    def note(self, recorded: int = 0, hooked: int = 0, why: str = "", **latest: Any) -> None:
+        """Count calls in the report.
+
+        Args:
+            recorded: calls that replayed a pass.
+            hooked: calls through hooks.
+            why: a call could not be recorded.
+            latest: further attributes that change.
+        """
+        self.report = replace(
+            self.report,
+            recorded=self.report.recorded + recorded,
+            hooked=self.report.hooked + hooked,
+            not_recorded_because=why,
+            **latest,
+        )
