@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    create_model,
 )
 
 from placer.errors import InputError
@@ -142,6 +143,56 @@ class Wire(BaseModel):
         validate = partial(super().model_validate_json, **options)
         with _told(cls):
             return validated(validate, json_data, lambda text: upgraded_json(text, cls))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy of the object with some fields changed.
+
+        Text, lists and dictionaries are validated as by the constructor, so a nested object may be
+        given as a dictionary. Objects and numbers, and rules about several fields, are not.
+
+        Args:
+            update: the new value of each changed field.
+            deep: whether to copy nested objects, too.
+
+        Raises:
+            InputError: if a field is unknown, or a text, list or dictionary is invalid.
+        """
+        changed = dict(update or {})
+        for name, value in changed.items():
+            if name not in type(self).model_fields:
+                known = nearest(name, type(self).model_fields)
+                raise InputError(f"{type(self).__name__}.{name}: there is no such field{known}")
+            if _is_decoded(value):
+                changed[name] = _field_of(type(self), name, value)
+        return super().model_copy(update=changed, deep=deep)
+
+
+def _is_decoded(value: Any) -> bool:
+    """Return whether a value may come from JSON instead of from a schema type."""
+    if isinstance(value, tuple):
+        return any(isinstance(one, dict | list) for one in value)
+    return isinstance(value, str | list | dict)
+
+
+def _field_of(kind: type[BaseModel], name: str, value: Any) -> Any:
+    """Return a validated value of one field.
+
+    Raises:
+        InputError: if the value is invalid.
+    """
+    alone = _field_model(kind, name)
+    with _told(alone):
+        return getattr(alone.model_validate({name: value}), name)
+
+
+@cache
+def _field_model(kind: type[BaseModel], name: str) -> type[BaseModel]:
+    """Return a type of the same name with only this field."""
+    field = kind.model_fields[name]
+    made: type[BaseModel] = create_model(
+        kind.__name__, __config__=kind.model_config, **{name: (field.annotation, field)}
+    )
+    return made
 
 
 @contextmanager
