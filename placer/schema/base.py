@@ -22,6 +22,7 @@ from placer.errors import InputError
 from placer.schema.faults import first_fault, nearest
 from placer.schema.versions import SCHEMA_VERSION as SCHEMA_VERSION
 from placer.schema.versions import upgraded, upgraded_json, validated
+from placer.utils.option_checks import refuse_converted
 
 MERGED = "+"
 """Separator in names of merged layers, which depended on one another in both directions."""
@@ -109,11 +110,12 @@ class Wire(BaseModel):
         """Create the object from validated fields.
 
         Raises:
-            InputError: if a field is unknown or missing, or contradicts another.
+            InputError: if a field is unknown or missing, has another type, or contradicts another.
         """
         # callers see Placer's InputError instead of pydantic's ValidationError
         with _told(type(self)):
             super().__init__(**fields)
+        _refuse_conversions(type(self).__name__, fields, self)
 
     # without it, pydantic validates JSON through __init__, slowly
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -182,17 +184,39 @@ def _field_of(kind: type[BaseModel], name: str, value: Any) -> Any:
     """
     alone = _field_model(kind, name)
     with _told(alone):
-        return getattr(alone.model_validate({name: value}), name)
+        made = getattr(alone.model_validate({name: value}), name)
+    _refuse_conversions(f"{kind.__name__}.{name}", value, made)
+    return made
 
 
 @cache
 def _field_model(kind: type[BaseModel], name: str) -> type[BaseModel]:
     """Return a type of the same name with only this field."""
     field = kind.model_fields[name]
-    made: type[BaseModel] = create_model(
-        kind.__name__, __config__=kind.model_config, **{name: (field.annotation, field)}
-    )
+    fields: dict[str, Any] = {name: (field.annotation, field)}
+    made: type[BaseModel] = create_model(kind.__name__, __config__=kind.model_config, **fields)
     return made
+
+
+def _refuse_conversions(path: str, given: Any, made: Any) -> None:
+    """Raise an InputError for the first text or flag that became a number, or the reverse.
+
+    Args:
+        path: the names of the fields, for the message.
+        given: the caller's value.
+        made: the validated value.
+    """
+    if isinstance(given, Mapping):
+        for name, one in given.items():
+            inside = made.get(name) if isinstance(made, Mapping) else getattr(made, name, None)
+            _refuse_conversions(f"{path}.{name}", one, inside)
+    elif isinstance(given, tuple | list) and isinstance(made, tuple | list):
+        # Objects were validated when they were made, and a list may have 100,000 of them.
+        if given and not isinstance(given[0], BaseModel):
+            for place, (one, inside) in enumerate(zip(given, made, strict=False)):
+                _refuse_conversions(f"{path}.{place}", one, inside)
+    else:
+        refuse_converted(path, given, made)
 
 
 @contextmanager
