@@ -158,7 +158,7 @@ class TrainStep:
                 batch = self._taken(inputs, target, chunks)
                 result = self._computed(batch, keep, outputs)
             if len(batch.sizes) > 1:
-                self.loss_fn.tell_of_labels([*batch.tensors, *batch.goals.leaves])
+                self.loss_fn.tell_of_labels(batch.spelt())
             self.placed.gradients_wait = not update
             if update:
                 self.update(self.placed.module)
