@@ -35,7 +35,7 @@ register_optimizer_step_post_hook(_note)
 def writes(tensors: Sequence[Tensor]) -> list[Any]:
     """Return a list that differs after any tensor was written to or got other storage.
 
-    Addresses tell that a storage was resized, references that another one took its address.
+    An address changes if a storage is resized, a reference if another storage takes its address.
     """
     own = {id(tensor) for tensor in tensors}
     # the latest step of any optimizer that holds one of the tensors

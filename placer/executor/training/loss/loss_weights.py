@@ -38,7 +38,7 @@ _LEFT_OUT = -100
 
 
 Spelt: TypeAlias = tuple[str, Any, int | None]
-"""The text by which ``weigh`` reads a value, the value, and its batch dimension."""
+"""The expression of a value in ``weigh``, the value, and its batch dimension."""
 
 
 class Weighed(NamedTuple):
