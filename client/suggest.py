@@ -39,6 +39,7 @@ from placer.schema import (
 )
 from placer.schema.graph import Graph, Optimizer, ProfileRequest
 from placer.schema.options import combined
+from placer.utils.option_checks import require_flags
 
 from .client import Client
 from .connection import url_of
@@ -108,8 +109,9 @@ def suggest(
         SolveLimitError: no placement was found in time.
         ServerError: the server cannot be reached or cannot answer.
     """
-    if training not in (True, False, None):
-        raise InputError(f"training is {training!r}; give True or False")
+    require_flags(progress=progress)
+    if training is not None:
+        require_flags(training=training)
     direct = {"training": training, "objective": objective, "batch_size": batch_size}
     fields |= {name: given for name, given in direct.items() if given is not None}
     for name in ("profile", "profiles"):

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from placer.errors import InputError, MixedDevicesError
+from placer.errors import MixedDevicesError
 from placer.utils.extras import extra
+from placer.utils.option_checks import require_count
 
 with extra("torch"):
     import torch
@@ -85,8 +86,7 @@ def logical_devices(count: int) -> Iterator[list[torch.device]]:
         InputError: if ``count`` is not a positive integer.
         MixedDevicesError: inside, if an operation reads tensors of two devices.
     """
-    if not isinstance(count, int) or count < 1:
-        raise InputError(f"logical_devices({count!r}): give at least one device")
+    require_count("count", count, "devices")
     tags = _Tags()
     devices.stand_ins.append(count)
     devices.registries.append(tags)

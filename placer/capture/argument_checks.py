@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from placer.errors import InputError, kind_of
+from placer.utils.option_checks import require_count
 
 
 def require_module(model: Any, wanted: str = "an nn.Module") -> None:
@@ -133,8 +134,7 @@ def require_chunks(chunks: Any) -> None:
     Raises:
         InputError: it is not an integer, or is below 1.
     """
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
+    require_count("chunks", chunks, "micro-batches")
 
 
 def require_samples_for_chunks(chunks: int, samples: int) -> None:
@@ -152,22 +152,10 @@ def require_samples_for_chunks(chunks: int, samples: int) -> None:
         )
 
 
-def require_flags(**flags: Any) -> None:
-    """Raise an InputError if a flag is neither True nor False: a word such as "no" would be true.
-
-    Raises:
-        InputError: one of the flags, given by name, is something else.
-    """
-    for name, flag in flags.items():
-        if flag not in (True, False):
-            raise InputError(f"{name} is {flag!r}; give True or False")
-
-
 __all__ = [
     "optimizer_list",
     "refuse_closures",
     "require_chunks",
-    "require_flags",
     "require_loss_function",
     "require_loss_with_target",
     "require_module",

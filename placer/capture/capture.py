@@ -17,7 +17,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from placer.capture import granularity as granularities
 from placer.capture.argument_checks import require_module
 from placer.capture.batch_dims.batch_layout import Parameters
-from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS, call_layout
+from placer.capture.batch_dims.declared_layout import (
+    DEFAULT_OPTIONS,
+    call_layout,
+    require_batch_options,
+)
 from placer.capture.export.export import Exported, export
 from placer.capture.granularity import Granularity
 from placer.capture.grouping import group_operations
@@ -27,6 +31,7 @@ from placer.capture.layers import LayerGraph, graph_hash
 from placer.capture.pytrees import flatten_inputs
 from placer.errors import CaptureError, InputError, kind_of
 from placer.schema import BatchOptions
+from placer.utils.option_checks import require_flags
 
 
 def capture_graph(
@@ -63,6 +68,8 @@ def capture_graph(
             not run yet.
     """
     require_module(model)
+    require_flags(hooks=hooks)
+    require_batch_options(batch_options)
     if not isinstance(kwargs, dict | None):
         raise InputError(
             f"kwargs is {kind_of(kwargs)}; give a dict of keyword arguments, or none, and the "

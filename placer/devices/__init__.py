@@ -89,6 +89,7 @@ from placer.devices.tensor_moves import (
 )
 from placer.devices.tensor_parts import (
     MAX_DEPTH,
+    Address,
     Known,
     addresses,
     attached,
@@ -105,6 +106,7 @@ from placer.devices.tensor_parts import (
     put,
     rebuilt,
     rebuilt_object,
+    storages,
     take_over,
     take_over_object,
     unwrapped_all,
@@ -117,6 +119,7 @@ __all__ = [
     "HOST",
     "LASTING_S",
     "MAX_DEPTH",
+    "Address",
     "Clock",
     "Courier",
     "Delivery",
@@ -205,6 +208,7 @@ __all__ = [
     "staged",
     "stand_ins",
     "start_reading",
+    "storages",
     "straight",
     "synchronise",
     "take_detours",

@@ -15,7 +15,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ from placer.utils.python_objects import fields, is_object, is_torchs, own
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
 """A function from a plain tensor to its replacement."""
+
+Address: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
+"""The address of a plain tensor, its sizes and strides."""
 
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
@@ -463,9 +468,32 @@ def unwrapped_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     )
 
 
-def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the addresses of the tensors' parts; they differ after a move or replacement."""
+def addresses(tensors: Sequence[Tensor]) -> list[Address]:
+    """Return the address, sizes and strides of each tensor's parts.
+
+    They differ after a move or replacement, and if ``data`` becomes a view of itself.
+    """
     try:
-        return [*map(Tensor.data_ptr, unwrapped_all(tensors))]
+        return _addresses(unwrapped_all(tensors))
     except RuntimeError:  # one is sparse
-        return [part.data_ptr() for tensor in tensors for part in parts(tensor)]
+        return _addresses([part for tensor in tensors for part in parts(tensor)])
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[Address]:
+    columns = map(Tensor.data_ptr, tensors), map(Tensor.size, tensors), map(Tensor.stride, tensors)
+    return [*zip(*columns, strict=True)]
+
+
+def storages(tensors: Sequence[Tensor]) -> list[ref[torch.UntypedStorage]]:
+    """Return weak references to the storages of the tensors' parts.
+
+    Two lists are equal only if the storages are the same: unlike an address, a reference to a freed
+    storage never equals a reference to a later one.
+    """
+    found = []
+    for tensor in tensors:
+        for part in parts(tensor):
+            # oneDNN tensors, for example, do not expose their storage
+            with suppress(NotImplementedError, RuntimeError):
+                found.append(ref(part.untyped_storage()))
+    return found

@@ -67,7 +67,7 @@ class Head:
         assert self._loss_fn is not None
         goals = self._loss_fn.goals(None, target, sum(self._sizes), len(self._sizes) > 1)
         if len(self._sizes) > 1:
-            self._loss_fn.tell_of_labels(goals.leaves)
+            self._loss_fn.tell_of_labels(goals.spelt())
         labels = goals.leaves, goals.layout, self._sizes
         # torch's own mean losses determine their weights for every batch
         is_exact = getattr(self._loss_fn.options.weigh, "may_give_none", False)

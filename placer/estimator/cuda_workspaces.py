@@ -20,7 +20,6 @@ aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from placer import devices
 from placer.capture.export.nested_ops import run_under_mode
-from placer.devices.allocator.storage_watch import key_of
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -54,15 +52,6 @@ class CudaWorkspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.weight_pass_bytes = 0
-        self._ones: dict[int, weakref.ref[Any]] = {}
-
-    def holds_ones(self, key: int) -> bool:
-        """Return whether ``key`` is a live storage that was created full of ones.
-
-        Such are the gradients that a trial creates for its writes.
-        """
-        made = self._ones.get(key)
-        return made is not None and made() is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(devices.dispatches, types)):
@@ -71,9 +60,7 @@ class CudaWorkspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, torch._ops.HigherOrderOperator):
             return run_under_mode(self, func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if func is _aten.ones_like.default:
-            self._ones[key_of(result)] = weakref.ref(result.untyped_storage())
-        elif func is _aten.convolution.default:
+        if func is _aten.convolution.default:
             _take(_forward_bytes(result, *args))
         elif func is _aten.convolution_backward.default:
             _take(_backward_bytes(result, *args))

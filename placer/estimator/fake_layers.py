@@ -157,12 +157,7 @@ class _CudaTrial(Trial):
         self, edges: Sequence[GradientEdge], left_out: Collection[int], again: bool
     ) -> tuple[Tensor | None, ...]:
         with self._workspaces:
-            found = super().backward_by_input(edges, left_out, again)
-        # the address of a freed gradient may belong to a newer storage, which did not arrive
-        self.arrived = {
-            place: key for place, key in self.arrived.items() if self._workspaces.holds_ones(key)
-        }
-        return found
+            return super().backward_by_input(edges, left_out, again)
 
 
 def _trial(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from placer import schema
-from placer.capture.argument_checks import require_flags, require_module
+from placer.capture.argument_checks import require_module
 from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
 from placer.capture.layers import LayerGraph, Value
@@ -24,6 +24,7 @@ from placer.profiler.profile import capture_each, refuse_absent_results
 from placer.profiler.profile_writer import write
 from placer.profiler.remote.replay import rebuild
 from placer.schema.graph import Graph
+from placer.utils.option_checks import require_flags
 
 __all__ = ["estimated_graph_profile", "estimated_profile"]
 

@@ -27,6 +27,7 @@ from placer.solver.answer import device_loads, single_device
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
 from placer.solver.step.choices import best_for, question_of
+from placer.utils.option_checks import require_flags
 
 __all__ = ["evaluate", "evaluated", "for_format", "layer_devices_of", "with_best"]
 
@@ -65,6 +66,8 @@ def evaluate(
         InputError: an argument has another type, the text is not in the format or does not fit the
             layers or devices, or the placement has replicas.
     """
+    if not isinstance(best, Placement):
+        require_flags(best=best)
     asked = for_format(_request(request, options, fields), format)
     chosen_by = layer_devices if isinstance(layer_devices, Placement) else None
     found = evaluated(asked, layer_devices_of(asked, layer_devices), chosen_by=chosen_by)

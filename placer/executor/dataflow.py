@@ -31,7 +31,6 @@ from placer import devices
 from placer.capture.argument_checks import (
     optimizer_list,
     require_chunks,
-    require_flags,
     require_module,
     require_samples_for_chunks,
 )
@@ -64,15 +63,24 @@ from placer.executor.training.training_pipeline import Order
 from placer.report.timeline import Measurement
 from placer.schema import BatchOptions, Placement, Profile, Schedule
 from placer.schema.options import Weigh
+from placer.utils.option_checks import require_flags
 
 __all__ = ["DataFlow"]
 
 
-def _held_by(part: str, name: str) -> Any:
-    """Return a property that reads and writes an attribute of a part of the flow."""
+def _held_by(part: str, name: str, is_flag: bool = False) -> Any:
+    """Return a property that reads and writes an attribute of a part of the flow.
+
+    Args:
+        part: of the flow.
+        name: of the attribute.
+        is_flag: whether only True and False can be written.
+    """
     path = attrgetter(f"{part}.{name}")
 
     def write(flow: DataFlow, value: Any) -> None:
+        if is_flag:
+            require_flags(**{f"flow.{name}": value})
         setattr(attrgetter(part)(flow), name, value)
 
     return property(path, write)
@@ -123,15 +131,14 @@ class DataFlow(nn.Module):
         calls: the calls of the model, and its streams.
     """
 
-    output_device: torch.device = _held_by("settings", "output_device")
     layer_gpus: OrderedDict[str, DeviceLike] = _held_by("settings", "layer_gpus")
-    deferred_batch_norm: bool = _held_by("settings", "deferred_batch_norm")
+    deferred_batch_norm: bool = _held_by("settings", "deferred_batch_norm", is_flag=True)
     chunks: int = _held_by("settings", "chunks")
     batch_options: BatchOptions = _held_by("settings", "batch_options")
     schedule: Schedule = _held_by("settings", "schedule")
     recompute: list[DeviceLike] = _held_by("settings", "recompute")
     in_flight: Sequence[int] = _held_by("settings", "in_flight")
-    gradients_wait: bool = _held_by("placed", "gradients_wait")
+    gradients_wait: bool = _held_by("placed", "gradients_wait", is_flag=True)
     lock: ModelLock = _held_by("placed", "lock")
     copies: Copies = _held_by("placed.weights", "copies")
 
@@ -163,11 +170,20 @@ class DataFlow(nn.Module):
         places = devices.resolve(device_ids, "device_ids")
         self.settings = Settings(places, places[0], deferred_batch_norm)
         if output_device is not None:
-            self.output_device = self.settings.device(output_device)
+            self.output_device = output_device
         self.settings.reset(*self._default_map())
         weights = PlacedWeights(module, inference_only, places if enable_clone else None)
         self.placed = PlacedModel(weights, self.settings)
         self.calls = PlacedCalls(self.placed, self.settings)
+
+    @property
+    def output_device(self) -> torch.device:
+        """The device of results; may be set to any name of a device."""
+        return self.settings.output_device
+
+    @output_device.setter
+    def output_device(self, place: DeviceLike) -> None:
+        self.settings.output_device = self.settings.device(place)
 
     @property
     def device_ids(self) -> list[int]:
@@ -591,6 +607,7 @@ class DataFlow(nn.Module):
             CaptureError: a module was compiled by torch.jit, which allows no hooks.
             InputError: the flow has clones, which the model's own methods do not use.
         """
+        require_flags(record=record)
         return self.calls.applied(record)
 
     @property

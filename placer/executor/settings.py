@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,11 +71,8 @@ class Settings:
 
     def recomputed(self) -> frozenset[torch.device]:
         """Return the devices that run forward again in their backward passes."""
-        if isinstance(self.recompute, str):
-            raise InputError(
-                f"flow.recompute is {self.recompute!r}; give a list of devices, "
-                f"[{self.recompute!r}]"
-            )
+        if isinstance(self.recompute, str) or not isinstance(self.recompute, Iterable):
+            raise InputError(f"flow.recompute is {self.recompute!r}; give a list of devices")
         places = frozenset(map(self.device, self.recompute))
         if unknown := places.difference(self.devices):
             known = ", ".join(map(str, self.devices))

@@ -64,6 +64,11 @@ def merge_profiles(
                 f"profile {number} is {kind_of(profile)}; give each as an argument of its own, a "
                 "Profile, which Profile.model_validate_json(text) makes of JSON"
             )
+    if not isinstance(network, Rate | Mapping | None):
+        raise ProfileError(
+            f"network is {kind_of(network)}; give a placer.schema.Rate, or a dictionary of them by "
+            "(source host, target host)"
+        )
     first, *others = profiles
     for number, other in enumerate(others, start=2):
         _refuse_another_model(first, other, number)

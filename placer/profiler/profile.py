@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from placer import schema
-from placer.capture.argument_checks import require_flags, require_module
+from placer.capture.argument_checks import require_module
 from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.declared_layout import (
     DEFAULT_OPTIONS,
@@ -42,9 +42,10 @@ from placer.profiler.links.links import links_to_measure
 from placer.profiler.loss_measurement import Loss, given_loss, with_loss
 from placer.profiler.measure import Measurement, measure_layers
 from placer.profiler.profile_writer import fragmented_bytes, write
-from placer.profiler.progress import Bar, Shown, Step, progress_bar
+from placer.profiler.progress import Bar, Shown, Step, progress_bar, require_shown
 from placer.schema import BatchOptions, ProfileOptions
 from placer.schema.options import combined
+from placer.utils.option_checks import require_flags
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ def profile(
     """
     require_module(model)
     require_flags(training=training)
+    require_shown(progress)
     how = combined(ProfileOptions, options, fields, profile)
     batch_options, repeats, optimizer = (
         how.batch_options or DEFAULT_OPTIONS,

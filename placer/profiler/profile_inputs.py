@@ -96,7 +96,9 @@ def _in_order(layout: BatchLayout, sizes: Sequence[int]) -> list[int]:
     wanted = list(sizes) if isinstance(sizes, Iterable) else []
     if (
         not wanted
-        or any(not isinstance(size, Integral) or size < 1 for size in wanted)
+        or any(
+            not isinstance(size, Integral) or isinstance(size, bool) or size < 1 for size in wanted
+        )
         or len(set(wanted)) < len(wanted)
     ):
         raise InputError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -18,6 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from placer.utils.option_checks import require_flags
 
 Shown = bool | Literal["always"]
 """True (if stderr is a terminal), ``"always"``, or False."""
@@ -65,6 +67,16 @@ class Bar:
         """Mark all steps as done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self.total)
+
+
+def require_shown(progress: Any) -> None:
+    """Raise an InputError if ``progress`` is neither a flag nor ``"always"``.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if progress != "always":
+        require_flags(progress=progress)
 
 
 @contextmanager

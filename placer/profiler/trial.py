@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from placer import devices
 from placer.capture.batch_counters import added_together, batch_counters
 from placer.capture.layers import Layer, Value
 from placer.capture.weight_grads.deferred import DeferWeightGradients, GradientQueue, ImmediateQueue
-from placer.devices.allocator.storage_watch import key_of
+from placer.devices.allocator.storage_watch import storage_of
 
 
 class Trial:
@@ -30,7 +31,7 @@ class Trial:
         parameters: the tensors of ``state`` that require a gradient.
         deferred: the weight gradients that the last backward pass left to ``accumulate_later``.
         arrived: by position among the writes, the storage of the gradient that came to it in the
-            last ``backward_by_input``.
+            last ``backward_by_input``; weak references, since the pass may free it.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Trial:
         self._function = layer.function
         self._counters = batch_counters(layer, self.state)
         self.deferred = GradientQueue()
-        self.arrived: dict[int, int] = {}
+        self.arrived: dict[int, ref[torch.UntypedStorage]] = {}
         self._training = training
         self._mutated = frozenset(mutated_reads)
         self._write_gradients: list[Tensor] | None = None
@@ -282,7 +283,7 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         made = tuple(torch.ones_like(like, device=ctx.device) for like in ctx.likes)
-        ctx.made = [key_of(gradient) for gradient in made]
+        ctx.made = [storage_of(gradient) for gradient in made]
         return made
 
 

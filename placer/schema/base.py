@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -15,12 +15,14 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    create_model,
 )
 
 from placer.errors import InputError
 from placer.schema.faults import first_fault, nearest
 from placer.schema.versions import SCHEMA_VERSION as SCHEMA_VERSION
 from placer.schema.versions import upgraded, upgraded_json, validated
+from placer.utils.option_checks import refuse_converted
 
 MERGED = "+"
 """Separator in names of merged layers, which depended on one another in both directions."""
@@ -108,11 +110,12 @@ class Wire(BaseModel):
         """Create the object from validated fields.
 
         Raises:
-            InputError: if a field is unknown or missing, or contradicts another.
+            InputError: if a field is unknown or missing, has another type, or contradicts another.
         """
         # callers see Placer's InputError instead of pydantic's ValidationError
         with _told(type(self)):
             super().__init__(**fields)
+        _refuse_conversions(type(self).__name__, fields, self)
 
     # without it, pydantic validates JSON through __init__, slowly
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -142,6 +145,78 @@ class Wire(BaseModel):
         validate = partial(super().model_validate_json, **options)
         with _told(cls):
             return validated(validate, json_data, lambda text: upgraded_json(text, cls))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy of the object with some fields changed.
+
+        Text, lists and dictionaries are validated as by the constructor, so a nested object may be
+        given as a dictionary. Objects and numbers, and rules about several fields, are not.
+
+        Args:
+            update: the new value of each changed field.
+            deep: whether to copy nested objects, too.
+
+        Raises:
+            InputError: if a field is unknown, or a text, list or dictionary is invalid.
+        """
+        changed = dict(update or {})
+        for name, value in changed.items():
+            if name not in type(self).model_fields:
+                known = nearest(name, type(self).model_fields)
+                raise InputError(f"{type(self).__name__}.{name}: there is no such field{known}")
+            if _is_decoded(value):
+                changed[name] = _field_of(type(self), name, value)
+        return super().model_copy(update=changed, deep=deep)
+
+
+def _is_decoded(value: Any) -> bool:
+    """Return whether a value may come from JSON instead of from a schema type."""
+    if isinstance(value, tuple):
+        return any(isinstance(one, dict | list) for one in value)
+    return isinstance(value, str | list | dict)
+
+
+def _field_of(kind: type[BaseModel], name: str, value: Any) -> Any:
+    """Return a validated value of one field.
+
+    Raises:
+        InputError: if the value is invalid.
+    """
+    alone = _field_model(kind, name)
+    with _told(alone):
+        made = getattr(alone.model_validate({name: value}), name)
+    _refuse_conversions(f"{kind.__name__}.{name}", value, made)
+    return made
+
+
+@cache
+def _field_model(kind: type[BaseModel], name: str) -> type[BaseModel]:
+    """Return a type of the same name with only this field."""
+    field = kind.model_fields[name]
+    fields: dict[str, Any] = {name: (field.annotation, field)}
+    made: type[BaseModel] = create_model(kind.__name__, __config__=kind.model_config, **fields)
+    return made
+
+
+def _refuse_conversions(path: str, given: Any, made: Any) -> None:
+    """Raise an InputError for the first text or flag that became a number, or the reverse.
+
+    Args:
+        path: the names of the fields, for the message.
+        given: the caller's value.
+        made: the validated value.
+    """
+    if isinstance(given, Mapping):
+        for name, one in given.items():
+            inside = made.get(name) if isinstance(made, Mapping) else getattr(made, name, None)
+            _refuse_conversions(f"{path}.{name}", one, inside)
+    elif isinstance(given, tuple | list) and isinstance(made, tuple | list):
+        # Objects were validated when they were made, and a list may have 100,000 of them.
+        if given and not isinstance(given[0], BaseModel):
+            for place, (one, inside) in enumerate(zip(given, made, strict=False)):
+                _refuse_conversions(f"{path}.{place}", one, inside)
+    else:
+        refuse_converted(path, given, made)
 
 
 @contextmanager

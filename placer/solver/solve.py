@@ -61,6 +61,7 @@ from placer.solver.replicas.replication import Replication
 from placer.solver.search import Incumbent, Progress, Search
 from placer.solver.step.choices import questions, said
 from placer.solver.step.step_search import StepSearch
+from placer.utils.option_checks import require_functions
 
 
 class _TimeShares(NamedTuple):
@@ -119,6 +120,9 @@ def solve(
         raise InputError(
             f"solve was given {kind_of(request)}; give a placer.PlacementRequest(profile=profile)"
         )
+    require_functions(progress=progress)
+    if not hasattr(stop, "is_set") and stop is not None:
+        raise InputError(f"stop is {kind_of(stop)}; give a threading.Event, or leave it out")
     placement = _answer(request, progress, stop, began)
     if request.explain and placement.layer_devices:
         left_s = request.time_limit_s - (monotonic() - began)

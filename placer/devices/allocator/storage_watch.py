@@ -20,9 +20,18 @@ from placer.capture.export.nested_ops import run_under_mode
 def key_of(tensor: Tensor) -> int:
     """Return an identifier of the tensor's storage, unique among live storages.
 
-    Tensors that share a storage share the identifier. For a sparse tensor, the values count.
+    Tensors that share a storage share the identifier. For a sparse tensor, the values count. A
+    later storage may take the identifier of a freed one; see ``storage_of``.
     """
     return int(devices.parts(tensor)[-1].untyped_storage()._cdata)
+
+
+def storage_of(tensor: Tensor) -> weakref.ref[torch.UntypedStorage]:
+    """Return a weak reference to the tensor's storage, which no later storage can be taken for.
+
+    Torch keeps one Python object per storage for as long as any tensor uses the storage.
+    """
+    return weakref.ref(devices.parts(tensor)[-1].untyped_storage())
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,9 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
         self.state = {key_of(part) for tensor in state for part in devices.parts(tensor)}
-        self._known = set(self.state)
+        # storages that do not count; weak references, because a later one may take a freed address
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.ignore(state)
         self.ignore(tensor for tensor in reads if isinstance(tensor, Tensor))
         self._made: dict[int, _Made] = {}
         # the size of each new storage, and the negative size of each freed storage
@@ -83,13 +94,14 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made = {key: made for key, made in self._made.items() if key in counted}
 
     def restart(self) -> None:
-        """Start a new peak above all live storages, which must outlive the log."""
-        self._known |= self.live.keys()
+        """Start a new peak above all live storages, whose end does not lower it."""
+        self._known.update((key, made.reference) for key, made in self._made.items())
         self.begin(())
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Exclude the storages of these tensors."""
-        self._known |= {key_of(part) for tensor in tensors for part in devices.parts(tensor)}
+        for tensor in tensors:
+            self._known.update((key_of(part), storage_of(part)) for part in devices.parts(tensor))
 
     def peak_bytes(self) -> int:
         """Return the peak of the bytes held since the start, beyond those held at the start."""
@@ -116,7 +128,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
-        if key in self._known or key in self._made:
+        known = self._known.get(key)
+        if key in self._made or (known is not None and known() is storage):
             return
         self.count += 1
         serial, size = self.count, storage.nbytes()

@@ -313,7 +313,8 @@ _WAYS_OUT = (
     "are joined "
     "otherwise, outputs={'loss': 'sum'}; if one is a mean over labels of which samples have "
     "unequal numbers, give the "
-    "weight of each sample, weigh=lambda inputs, target: (inputs['labels'] != -100).sum(1)"
+    "weight of each sample, for labels of shape (samples, length): "
+    "weigh=lambda inputs, target: (inputs['labels'] != -100).sum(1)"
 )
 
 

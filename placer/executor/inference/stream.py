@@ -43,6 +43,7 @@ from placer.executor.placed_model import PlacedModel
 from placer.executor.settings import Settings
 from placer.executor.stage_errors import nothing_held
 from placer.schema import BatchOptions
+from placer.utils.option_checks import require_count
 
 _HOOKED = {"the model": ("", "it runs through hooks, or is not placed")}
 _AHEAD = 2
@@ -122,12 +123,8 @@ class Streams:
                 f"batches is one {type(batches).__name__}; "
                 "give an iterable of batches: [x], x.split(32), a DataLoader"
             )
-        if in_flight is not None and (
-            isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1
-        ):
-            raise InputError(
-                f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None"
-            )
+        if in_flight is not None:
+            require_count("in_flight", in_flight, "batches")
         if options is not None:
             require_batch_options(options)
         return self._results(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class Clones:
         self._module = module
         self._census: Census | None = None
         self._state: dict[str, Tensor] = {}
-        self._written: list[int] = []
+        self._written: list[Any] = []
         self._copies: dict[torch.device, dict[str, Tensor]] = {place: {} for place in places}
         self.times_copied = 0
         self.refresh()

@@ -28,7 +28,7 @@ class Replicas:
         self._lookup = lookup
         self._copies = copies
         self._mutated = mutated(graph)
-        self._own: dict[tuple[str, torch.device], list[int]] = {}
+        self._own: dict[tuple[str, torch.device], list[devices.Address]] = {}
         self._read: dict[tuple[str, torch.device], Copy] = {}
 
     def lookup(self, name: str, place: torch.device) -> Tensor:

@@ -32,8 +32,11 @@ def _note(optimizer: Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_note)
 
 
-def writes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a list that differs after any tensor was written to or got other storage."""
+def writes(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return a list that differs after any tensor was written to or got other storage.
+
+    An address changes if a storage is resized, a reference if another storage takes its address.
+    """
     own = {id(tensor) for tensor in tensors}
     # the latest step of any optimizer that holds one of the tensors
     step = max((step for optimizer, step in _latest.items() if _holds(optimizer, own)), default=0)
@@ -43,7 +46,7 @@ def writes(tensors: Sequence[Tensor]) -> list[int]:
     except RuntimeError:
         # torch does not count the writes to tensors that were made in inference mode
         versions = [0 if tensor.is_inference() else tensor._version for tensor in inside]
-    return [step, *versions, *devices.addresses(inside)]
+    return [step, *versions, *devices.addresses(inside), *devices.storages(inside)]
 
 
 def _holds(optimizer: Optimizer, own: set[int]) -> bool:

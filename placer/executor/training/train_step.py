@@ -11,7 +11,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.capture import autocast, input_forms
-from placer.capture.argument_checks import require_chunks, require_flags, require_loss_function
+from placer.capture.argument_checks import require_chunks, require_loss_function
 from placer.capture.batch_dims.declared_layout import (
     other_dims,
     refuse_absent_outputs,
@@ -52,6 +52,7 @@ from placer.executor.training.training_batch import Batch
 from placer.executor.training.training_pipeline import SCHEDULES, Order, TrainingPipeline
 from placer.schema import BatchOptions
 from placer.schema.options import Weigh
+from placer.utils.option_checks import require_flags
 from placer.utils.user_warnings import warn
 
 
@@ -145,9 +146,7 @@ class TrainStep:
                 or the target is of another size than the batch, or ``update`` or ``flow.in_flight``
                 is invalid.
         """
-        if update not in (True, False):
-            raise InputError(f"update is {update!r}; give True, or False to let the gradients wait")
-        require_flags(outputs=outputs)
+        require_flags(update=update, outputs=outputs)
         with nothing_held(), self.placed.lock:
             batch = self._taken(inputs, target, chunks)
             for optimizer in self.update.optimizers:
@@ -159,7 +158,7 @@ class TrainStep:
                 batch = self._taken(inputs, target, chunks)
                 result = self._computed(batch, keep, outputs)
             if len(batch.sizes) > 1:
-                self.loss_fn.tell_of_labels([*batch.tensors, *batch.goals.leaves])
+                self.loss_fn.tell_of_labels(batch.spelt())
             self.placed.gradients_wait = not update
             if update:
                 self.update(self.placed.module)

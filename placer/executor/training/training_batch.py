@@ -10,7 +10,7 @@ from torch import Tensor
 from placer.capture.batch_dims.batch_layout import BatchLayout, Call, Parameters, Part
 from placer.capture.pytrees import Structure
 from placer.executor.output_joining import Joining
-from placer.executor.training.loss.loss_weights import Goals
+from placer.executor.training.loss.loss_weights import Goals, Spelt
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,13 @@ class Batch:
     sizes: list[int]
     joining: Joining
     parameters: Parameters
+
+    def spelt(self) -> list[Spelt]:
+        """Return the tensors of inputs and target with the texts that read them."""
+        paths = self.inputs.paths
+        # paths begin with [0] for positional and [1] for keyword arguments
+        texts = ["inputs"] if paths == ("[0][0]",) else [f"inputs{path[3:]}" for path in paths]
+        return [*zip(texts, self.tensors, self.layout.dims, strict=True), *self.goals.spelt()]
 
     @property
     def has_lists(self) -> bool:

@@ -98,7 +98,12 @@ def _measured(trial: Trial, again: bool) -> Halves:
             if gradient is not None and gradient.layout == torch.strided
         }
         deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
-        arrived = frozenset(place for place, key in trial.arrived.items() if key in keys)
+        arrived = frozenset(
+            place
+            for place, reference in trial.arrived.items()
+            # an address alone could belong to a later storage
+            if (storage := reference()) is not None and int(storage._cdata) in keys
+        )
         slices = _slices(log, trial.of_reads(gradients[len(found) :], waiting.weights))
         halves = zip(waiting.operations, found if again else [None] * len(found), strict=True)
         by_weight = [_weights_bytes(trial, log, *each) for each in halves]

@@ -106,7 +106,7 @@ def resolve_limits(
             raise InputError(
                 f"memory_bytes names {device}, which is not in {', '.join(map(str, found))}"
             )
-        if not isinstance(limit, int) or limit <= 0:
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:
             raise InputError(
                 f"memory_bytes of {device} is {limit!r}; give a positive whole number of bytes"
             )

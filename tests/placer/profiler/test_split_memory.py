@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from placer.devices.allocator.storage_watch import StorageLog, key_of
 from placer.profiler.backward_split.split_memory import measure_halves
 from placer.profiler.memory import measure_memory
 
@@ -138,3 +140,34 @@ def test_measuring_the_halves_leaves_no_gradients(make_trial: Any) -> None:
     trial = make_trial(linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE)])
     measure_halves(trial)
     assert [tensor.grad for tensor in (*trial.parameters, *trial.reads)] == [None, None]
+
+
+@pytest.mark.parametrize("operations", range(1, 6))
+def test_a_later_gradient_at_the_address_of_a_freed_one_does_not_defer_its_write(
+    make_trial: Any, operations: int
+) -> None:
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        x = linear(x, weight)
+        for _ in range(operations):
+            x = torch.tanh(x)
+        return x
+
+    halves = measure_halves(make_trial(block, [_tensor(BATCH, INSIDE)], [_tensor(INSIDE, INSIDE)]))
+    # the gradient of the write ends before the gradient of the product is made
+    assert halves.deferred == (4 * BATCH * INSIDE,)
+    assert halves.deferred_writes == frozenset()
+
+
+def test_a_storage_at_the_address_of_a_freed_one_counts() -> None:
+    log = StorageLog(torch.device("cpu"), [])
+    for _ in range(100):
+        gone = torch.ones(INSIDE)
+        log.ignore([gone])
+        key = key_of(gone)
+        del gone
+        with log:
+            fresh = torch.ones(INSIDE)
+        if key_of(fresh) == key:
+            assert log.live[key] == 4 * INSIDE
+            return
+    pytest.skip("no address was used again")

@@ -14,9 +14,9 @@ N / C over its samples. These factors travel with the target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ from placer.utils.user_warnings import warn
 
 # The label that torch's losses ignore by default.
 _LEFT_OUT = -100
+
+
+Spelt: TypeAlias = tuple[str, Any, int | None]
+"""The expression of a value in ``weigh``, the value, and its batch dimension."""
 
 
 class Weighed(NamedTuple):
@@ -56,6 +60,12 @@ class Goals(NamedTuple):
     leaves: list[Any]
     structure: Structure
     layout: BatchLayout
+
+    def spelt(self) -> list[Spelt]:
+        """Return the tensors of the target with the texts that read them."""
+        texts = [f"target{path}" for path in self.structure.paths]
+        # sample weights follow the target
+        return [*zip(texts, self.leaves, self.layout.dims, strict=False)]
 
 
 class Weighing:
@@ -203,28 +213,45 @@ class Weighing:
             options = options.model_copy(update={"weigh": labels})
         return weights_of(options, inputs, target, size, advice)
 
-    def tell_of_labels(self, tensors: Sequence[Any]) -> None:
+    def tell_of_labels(self, tensors: Iterable[Spelt]) -> None:
         """Warn once if the first split batch has ignored labels but no sample weights.
 
         Args:
-            tensors: flattened inputs and target.
+            tensors: of the inputs and the target.
         """
         if self._has_looked or self.options.reduction == "sum" or self.options.weigh is not None:
             return
         self._has_looked = True
-        labels = (
-            tensor
-            for tensor in tensors
-            if isinstance(tensor, Tensor) and tensor.dtype == torch.int64
-        )
-        # reads labels, which may synchronise with a device, but only once
-        if any(bool((tensor == _LEFT_OUT).any()) for tensor in labels):
-            warn(
-                f"a batch has labels of {_LEFT_OUT}, which losses leave out: micro-batches count "
-                "by their samples, not by their labels. Let the loss be nn.CrossEntropyLoss(), or "
-                "give the weight of each sample, as batch_options=BatchOptions(weigh=lambda "
-                f"inputs, target: (target != {_LEFT_OUT}).sum(1))"
-            )
+        for text, tensor, dim in tensors:
+            # reads labels, which may synchronise with a device, but only once
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.dtype == torch.int64
+                and bool((tensor == _LEFT_OUT).any())
+            ):
+                counted = "..."  # not one tensor has all labels
+                if dim is not None:
+                    counted = f"({text} != {_LEFT_OUT}){_per_sample(tensor.dim(), dim)}"
+                warn(
+                    f"a batch has labels of {_LEFT_OUT}, which losses leave out: micro-batches "
+                    "count by their samples, not by their labels. Let the loss be "
+                    "nn.CrossEntropyLoss(), or give the weight of each sample, as "
+                    f"batch_options=BatchOptions(weigh=lambda inputs, target: {counted})"
+                )
+                return
+
+
+def _per_sample(count: int, dim: int) -> str:
+    """Return the text of the call that adds the flags of each sample.
+
+    Args:
+        count: dimensions of the labels.
+        dim: the batch dimension.
+    """
+    others = [one for one in range(count) if one != dim]
+    if not others:
+        return ".float()"
+    return f".sum({others[0]})" if len(others) == 1 else f".sum({tuple(others)})"
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,9 @@ class Weights:
         )
 
     @cached_property
-    def _as_made(self) -> tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[int]]:
+    def _as_made(
+        self,
+    ) -> tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[devices.Address]]:
         """The parameters in use, at the time when the aliases were made.
 
         These are the parameters and whether they required gradients, then those with an alias of

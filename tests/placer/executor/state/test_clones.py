@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from small_models import TiedTokens
@@ -160,3 +161,18 @@ def test_the_weights_of_the_user_stay_where_they_were() -> None:
         scatter_layers(flow, 2)
         flow(X)
         assert {devices.location(parameter).index for parameter in model.parameters()} == {None}
+
+
+def test_clones_follow_new_weights_at_the_address_of_freed_ones() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False).double(), nn.Linear(4, 4).double()).eval()
+    weight, memory = model[0].weight, np.ones((4, 4))
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model, enable_clone=True)
+        flow.layer_gpus.update({"0": 1, "1": 0})
+        flow.update_flow()
+        weight.data = torch.from_numpy(memory)
+        flow(X)
+        weight.data = torch.empty(0)
+        memory *= 2
+        weight.data = torch.from_numpy(memory)
+        torch.testing.assert_close(flow(X).cpu(), model(X))

@@ -263,3 +263,12 @@ def test_gradients_that_somebody_keeps_are_not_written_to_by_later_steps() -> No
     for ours, theirs in zip(kept[:2], expected[:2], strict=True):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one.cpu(), other)
+
+
+def test_a_weight_whose_data_becomes_its_own_transpose_is_trained_transposed() -> None:
+    # the address stays, and the strides change
+    trained = Trained()
+    trained.check(torch.ones(4, 1))
+    for model in (trained.model, trained.whole):
+        model.middle.weight.data = model.middle.weight.data.t()
+    trained.check(torch.ones(4, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -278,3 +279,52 @@ def test_a_weighed_step_is_copied_and_pickled() -> None:
     step(X, padded(), chunks=2)
     again = pickle.loads(pickle.dumps(step))
     torch.testing.assert_close(again(X, padded(), chunks=2), step(X, padded(), chunks=2))
+
+
+class Spread(nn.Module):
+    """A tagger whose logits have the classes last, for labels of any shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(self.first(x))
+        return logits if labels is None else _mean_of_counted(logits, labels)
+
+
+def _mean_of_counted(logits: Tensor, labels: Any) -> Tensor:
+    if labels is None:
+        return logits
+    apart = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+    return apart.sum() / (labels != -100).sum()
+
+
+@pytest.mark.parametrize("among_inputs", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((4,), 0), ((4, 3), 0), ((3, 4), 1), ((4, 3, 2), 0), ((3, 4, 2), 1)]
+)
+def test_the_advised_weights_of_labels_can_be_used_as_they_are(
+    shape: tuple[int, ...], dim: int, among_inputs: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Spread().double()
+    x = torch.randint(7, shape)
+    labels = torch.randint(3, shape)
+    # half of each micro-batch, so that the first batch shows nothing
+    labels.movedim(dim, 0)[::2] = -100
+    inputs, target = ({"x": x, "labels": labels}, None) if among_inputs else (x, labels)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        options = BatchOptions(inputs=dim, target=dim)
+        with pytest.warns(UserWarning, match="labels of -100") as warned:
+            flow.train_step(_mean_of_counted, batch_options=options)(inputs, target, chunks=2)
+        (text,) = re.findall(r"weigh=(lambda.*)\)$", str(warned[0].message))
+        options = BatchOptions(inputs=dim, target=dim, weigh=eval(text))
+        step = flow.train_step(_mean_of_counted, batch_options=options)
+        labels.movedim(dim, 0)[-1] = -100
+        labels.movedim(dim, 0)[0] = 1
+        found = step(inputs, target, chunks=2)
+    expected = _mean_of_counted(copy.deepcopy(model).to("cpu")(x), labels)
+    torch.testing.assert_close(found.cpu(), expected)
