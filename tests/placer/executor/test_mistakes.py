@@ -152,9 +152,7 @@ def test_inputs_that_the_model_refuses_are_no_matter_of_its_capture(inputs: Any)
 @pytest.mark.parametrize("update", ["no", None, 2])
 def test_a_step_that_is_told_neither_to_update_nor_not_to_is_refused(update: Any) -> None:
     _, step = _stepping()
-    with pytest.raises(
-        InputError, match=rf"update is {update!r}; give True or False"
-    ):
+    with pytest.raises(InputError, match=rf"update is {update!r}; give True or False"):
         step(X, torch.randn(4, 5), update=update)
 
 
