@@ -63,12 +63,12 @@ def contender(case: Training, count: int) -> Contender:
     release()
     flow = DataFlow(copy.deepcopy(model), [str(place) for place in places])
     ready = steps(flow, best, batch, case.loss)
+    if _leaves_room(best, places):
+        ready = contest.staying(ready)
     values = _behind(ready, best, places)
     release()
     unsplit = reference(model.to(cases.home()), *batch, case.loss, best.chunks * pipelines)
     differences = [abs(a - b) for a, b in zip(values.pop("losses"), unsplit, strict=True)]
-    if _leaves_room(values["peak_bytes"], places):
-        ready = contest.staying(ready)
     made = contest.here(ENGINE, places, best.chunks, ready)
     made.values = values | {
         "first_predicted_ms": [_step_ms(first)],
@@ -80,14 +80,15 @@ def contender(case: Training, count: int) -> Contender:
     return made
 
 
-def _leaves_room(peak_bytes: Sequence[float], places: Sequence[torch.device]) -> bool:
+def _leaves_room(placement: Placement, places: Sequence[torch.device]) -> bool:
     """Return whether a step's memory may stay on the GPUs while other engines take their turns.
 
     Recording the passes again at every turn takes longer than the turn.
     """
-    return bool(peak_bytes) and all(
-        peak < SHARE * torch.cuda.get_device_properties(place).total_memory
-        for peak, place in zip(peak_bytes, places, strict=True)
+    return all(
+        place.type == "cuda"
+        and load.memory.total_bytes < SHARE * torch.cuda.get_device_properties(place).total_memory
+        for load, place in zip(placement.devices, places, strict=False)
     )
 
 
