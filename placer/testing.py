@@ -14,8 +14,9 @@ without dimensions) mixes with everything, and a host tensor may index a device 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 from placer.errors import MixedDevicesError
@@ -33,6 +34,7 @@ with extra("torch"):
 
     from placer import devices
     from placer.capture.export.nested_ops import run_under_mode
+    from placer.devices.tensor_parts import USUAL
 
 __all__ = ["MixedDevicesError", "logical_devices"]
 
@@ -70,6 +72,8 @@ _PLAIN = frozenset(
     }
 )
 _PURGE_EVERY = 4096
+_META, _HOST_DEVICE = torch.device("meta"), torch.device("cpu")
+_DEVICE_OF = torch.Tensor.device.__get__
 
 
 @contextmanager
@@ -104,36 +108,38 @@ class _Thread(threading.local):
 
     Attributes:
         alone: the stand-in of the layer that runs, else None.
-        inside_operation: whether the dispatched operation is part of a composite operation on
-            tensors.
+        composite: the arguments of the composite operation that the dispatched operation is part
+            of; True if they do not matter, None without one. Few operations need to know whether
+            there are tensors among them, so only those search.
     """
 
     def __init__(self) -> None:
         self.alone: int | None = None
-        self.inside_operation = False
+        self.composite: Any = None
 
 
 class _Tags:
     """The stand-in of each storage; unknown storages are on the host."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._of: dict[int | None, tuple[StorageWeakRef, int]] = {}
         self._writes = 0
         self.answers = _CopiesAndQueries(self)
         self.leaves = _Leaves(self)
         self.thread = _Thread()
 
     def get(self, tensor: Tensor) -> int:
-        try:
-            known = self._of.get(_storages(tensor)[-1]._cdata)
-        except (IndexError, NotImplementedError, RuntimeError, ValueError):
-            # no storage: functional, fake or empty tensors
-            return _HOST
+        known = self._of.get(_address(tensor))
         return (
             known[1]
             if known is not None and not known[0].expired()  # type: ignore[no-untyped-call]
             else _HOST
         )
+
+    def is_inside_operation(self) -> bool:
+        """Return whether the dispatched operation is part of a composite operation on tensors."""
+        composite = self.thread.composite
+        return composite is True or bool(_tensors(composite))
 
     def put(self, tensor: Tensor, index: int) -> None:
         try:
@@ -180,10 +186,12 @@ class _Tags:
 
     def device(self, tensor: Tensor) -> torch.device:
         """Return the tensor's stand-in; the host is ``cpu`` without an index."""
-        if tensor.is_meta:
-            return torch.device("meta")
+        # the mode below need not see this question
+        with torch._C.DisableTorchFunction():
+            if tensor.is_meta:
+                return _META
         index = self.get(tensor)
-        return torch.device("cpu") if index < 0 else torch.device("cpu", index)
+        return _HOST_DEVICE if index < 0 else _stand_in(index)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -208,6 +216,24 @@ class _Tags:
         return nullcontext() if is_here else self.answers
 
 
+@cache
+def _stand_in(index: int) -> torch.device:
+    return torch.device("cpu", index)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return the address of the storage of a tensor's data; None without a storage."""
+    if type(tensor) in USUAL:
+        try:
+            return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+        except (NotImplementedError, RuntimeError):
+            pass  # sparse, or wrapped by ``torch.func``
+    try:
+        return int(_storages(tensor)[-1]._cdata)
+    except (IndexError, NotImplementedError, RuntimeError, ValueError):
+        return None  # functional, fake or empty tensors
+
+
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor's plain parts, unwrapped from ``torch.func``."""
     return [part.untyped_storage() for part in devices.own_parts(devices.unwrapped(tensor))]
@@ -215,29 +241,24 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 def _tensors(nest: Any) -> list[Tensor]:
     """Return the tensors among the leaves of a nest, faster than ``tree_leaves``."""
-    if isinstance(nest, Tensor):
-        return [nest]
-    kind = type(nest)
-    if kind is tuple or kind is list:
-        return [tensor for item in nest if type(item) not in _PLAIN for tensor in _tensors(item)]
-    if kind is dict:
-        return [
-            tensor
-            for item in nest.values()
-            if type(item) not in _PLAIN
-            for tensor in _tensors(item)
-        ]
-    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _collect((nest,), found)
+    return found
 
 
-def _has_tensor(nest: tuple[Any, ...] | dict[str, Any]) -> bool:
-    """Return whether there is a tensor among the leaves of an operation's arguments."""
-    items = nest.values() if isinstance(nest, dict) else nest
-    # most operations have a tensor at the front, which ends the search
-    return any(
-        isinstance(item, Tensor) or (type(item) not in _PLAIN and bool(_tensors(item)))
-        for item in items
-    )
+def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
+    for item in items:
+        kind = type(item)
+        if kind in _PLAIN:
+            continue
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif kind is tuple or kind is list:
+            _collect(item, found)
+        elif kind is dict:
+            _collect(item.values(), found)
+        else:
+            found += [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
 
 
 class _Leaves(devices.Onlooker):
@@ -285,12 +306,13 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         kwargs = kwargs or {}
         if not devices.observed():
             return func(*args, **kwargs)
-        self._tags.leaves.watch(_tensors((args, kwargs)))
+        tensors = _tensors((args, kwargs))
+        self._tags.leaves.watch(tensors)
         if any(map(devices.dispatches, types)):
             # the subclass decomposes the operation; this mode checks the operations inside
             return NotImplemented
         if isinstance(func, torch._ops.HigherOrderOperator):
-            return self._nested(func, args, kwargs)
+            return self._nested(func, args, kwargs, tensors)
         name = func._schema.name
         if name in _BETWEEN_DEVICES:
             result = func(*args, **kwargs)
@@ -302,37 +324,44 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             self._spread(args, result)
             return result
         given = kwargs.get("device")
-        place = self._place(name, args, kwargs)
+        place = self._place(name, args, tensors)
         # a factory function: an explicit stand-in wins; a bare cpu is the host for user code, and
         # unknown for internals of autograd or of a composite operation
         if given is not None and given.type == devices.CPU:
-            is_part = self._tags.thread.inside_operation or torch._C._current_graph_task_id() != -1
+            is_part = torch._C._current_graph_task_id() != -1 or self._tags.is_inside_operation()
             nowhere = _ANYWHERE if is_part else _HOST
             place = nowhere if given.index is None else given.index
         result = func(*args, **kwargs)
         self._tag(result[:1] if name == "aten::_pack_padded_sequence" else result, place)
         return result
 
-    def _nested(self, operation: Any, args: Any, kwargs: Any) -> Any:
+    def _nested(self, operation: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """Run a higher-order operation, and check the operations in its subgraphs."""
-        place = self._one(operation.name(), _tensors((args, kwargs)))
-        outer, self._tags.thread.inside_operation = self._tags.thread.inside_operation, True
+        place = self._one(operation.name(), tensors)
+        thread = self._tags.thread
+        outer, thread.composite = thread.composite, True
         try:
             result = run_under_mode(self, operation, args, kwargs)
         finally:
-            self._tags.thread.inside_operation = outer
+            thread.composite = outer
         self._tag(result, place)
         return result
 
-    def _place(self, name: str, args: Any, kwargs: Any) -> int:
-        """Return the common device of an operation's tensors."""
+    def _place(self, name: str, args: Any, tensors: Sequence[Tensor]) -> int:
+        """Return the common device of an operation's tensors.
+
+        Args:
+            name: of the operation.
+            args: its positional arguments.
+            tensors: those in all of its arguments.
+        """
         if name in _INDEXING:
-            args, kwargs = (args[0], *args[2:]), {}
+            tensors = _tensors((args[0], *args[2:]))
         if (position := _LENGTHS.get(name)) is not None:
             if (there := self._tags.get(args[position])) >= 0:
                 raise _not_on_host(name, there)
-            args = (*args[:position], *args[position + 1 :])
-        return self._one(name, _tensors((args, kwargs)))
+            tensors = _tensors((*args[:position], *args[position + 1 :]))
+        return self._one(name, tensors)
 
     def _one(self, name: str, tensors: Iterable[Tensor]) -> int:
         place, first = _HOST, None
@@ -407,7 +436,7 @@ class _CopiesAndQueries(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling() or not devices.observed():
             return func(*args, **kwargs)
-        if getattr(func, "__self__", None) is torch.Tensor.device:
+        if func == _DEVICE_OF:
             return self._tags.device(args[0])
         if func is torch.Tensor.cpu:
             return devices.move(args[0], torch.device("cpu"))
@@ -415,12 +444,12 @@ class _CopiesAndQueries(TorchFunctionMode):
             return self._to(*args, **kwargs)
         if func is torch.tensor:
             return self._from_numbers(*args, **kwargs)
-        outer = self._tags.thread.inside_operation
-        self._tags.thread.inside_operation = _has_tensor(args) or _has_tensor(kwargs)
+        thread = self._tags.thread
+        outer, thread.composite = thread.composite, (args, kwargs)
         try:
             return func(*args, **kwargs)
         finally:
-            self._tags.thread.inside_operation = outer
+            thread.composite = outer
 
     def _from_numbers(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the result of ``torch.tensor``, recorded on its device.

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
@@ -119,11 +121,25 @@ def test_every_pip_command_that_an_error_names_has_the_projects_name_and_an_extr
         )
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements below a node; no expression holds one, so none is visited."""
+    for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+        for inner in getattr(node, field, ()):
+            yield inner
+            yield from statements(inner)
+
+
+@cache
+def installed_packages() -> Mapping[str, list[str]]:
+    """Return the distributions of each importable name."""
+    return packages_distributions()
+
+
 def imported(folder: str) -> set[str]:
     """Return the top-level names of other projects' modules that a folder's files import."""
     names: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -170,7 +186,7 @@ An example imports mlflow only under ``--mlflow``, and then asks for the package
 def test_every_import_is_a_declared_requirement(folder: str, extras: list[str]) -> None:
     # networkx, starlette and pydantic-core were imported, but came only because other requirements
     # need them.
-    installed = packages_distributions()
+    installed = installed_packages()
     distributions = {
         name: {canonicalize_name(found) for found in installed.get(name, [name])}
         for name in imported(folder)

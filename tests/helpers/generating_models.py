@@ -16,7 +16,7 @@ _SIZES = {
     "vocab_size": 60,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -39,7 +39,7 @@ def _like_llama(
 
 def _gpt2() -> nn.Module:
     library = transformers()
-    sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256}
+    sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
     model: nn.Module = library.GPT2LMHeadModel(
         library.GPT2Config(**sizes, eos_token_id=59, bos_token_id=58)
     )
@@ -79,11 +79,12 @@ def _bart() -> nn.Module:
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "llama": _like_llama("Llama"),
     "qwen2": _like_llama("Qwen2"),
-    "mistral": _like_llama("Mistral", sliding_window=6),
+    "mistral": _like_llama("Mistral", sliding_window=6, num_hidden_layers=4),
     "mixtral": _like_llama("Mixtral", num_local_experts=4),
     "gemma3": _like_llama(
         "Gemma3",
         config_name="Gemma3TextConfig",
+        num_hidden_layers=4,
         head_dim=8,
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -92,7 +93,11 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "t5": _t5,
     "bart": _bart,
 }
-"""By name, what makes each model."""
+"""By name, what makes each model.
+
+Each of two devices gets one block, or two where caches have windows: several caches share a device
+then, or caches of both kinds.
+"""
 
 
 def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Programs in processes of their own, without the seconds that importing torch takes each.
 
-    test ──▶ shim (a client, no imports) ──socket: program, stdio──▶ server (torch imported)
+    test ──▶ shim (a client, no imports) ──socket: program, stdio──▶ server (modules imported)
                      ▲                                                        │ fork
                      └──── exit status ◀── waits ◀── fork: runs the program ◀─┘
 
@@ -25,30 +25,28 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-MODULES = [
-    "torch",
-    "torch.export",
-    "torch._dynamo",
-    "ortools.sat.python.cp_model",
-    "pydantic",
-    "httpx",
-    "rich",
-]
+SMALL = ["pydantic", "httpx", "typer", "rich"]
+"""What the base install needs, without the solver's library."""
+MODULES = ["torch", "torch.export", "torch._dynamo", "ortools.sat.python.cp_model", *SMALL]
 _LONGEST = 1 << 20
 
 
 class WarmPython:
     """A server and its shim.
 
+    Args:
+        modules: what the server imports.
+
     Attributes:
         path: of an executable that takes what ``python`` takes: ``-c``, ``-m`` or a script; ``-P``
             is as if given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = MODULES) -> None:
         # the path of a socket may not be long
         self._folder = tempfile.TemporaryDirectory(prefix="warm")
         folder = Path(self._folder.name)
@@ -57,7 +55,7 @@ class WarmPython:
             f'#!/bin/sh\nexec {shlex.join(_client(folder / "socket"))} "$@"\n'
         )
         Path(self.path).chmod(0o755)
-        command = [sys.executable, "-P", __file__, "serve", str(folder / "socket")]
+        command = [sys.executable, "-P", __file__, "serve", str(folder / "socket"), *modules]
         self._server = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         while not (folder / "socket").exists():
             assert self._server.poll() is None, "the server did not start"
@@ -87,9 +85,9 @@ def run(path: str, arguments: list[str]) -> int:
     return answer[0] if answer else 1
 
 
-def serve(path: str) -> list[str] | None:
+def serve(path: str, modules: Sequence[str]) -> list[str] | None:
     """Fork for every program that is asked for; in such a process, what to run."""
-    for name in MODULES:
+    for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a search for cycles in a fork would copy all of it
     signal.signal(signal.SIGCHLD, _reap)
@@ -195,6 +193,6 @@ def _end(status: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         sys.exit(run(sys.argv[2], sys.argv[3:]))
-    asked = serve(sys.argv[2])
+    asked = serve(sys.argv[2], sys.argv[3:])
     assert asked is not None
     _end(_become(asked))

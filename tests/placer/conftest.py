@@ -1,19 +1,25 @@
 from __future__ import annotations
 
+import functools
 import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 from commands import Answer, Run, chain
 
 from placer import cli
+
+# Typer reads the signatures of all commands at every call, which users make once a process.
+_built = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.delenv("PLACER_URL", raising=False)
+    monkeypatch.setattr(typer.main, "get_command", _built)
 
     def run(*arguments: str, stdin: str = "", terminal: bool = False) -> Answer:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))

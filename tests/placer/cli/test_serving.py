@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 
 from placer.cli.serving import serve
 from placer_server.settings import Settings
@@ -18,11 +16,9 @@ def test_every_setting_is_an_option_but_secrets():
     assert set(inspect.signature(serve).parameters) == set(Settings.model_fields) - SECRETS
 
 
-def test_the_help_shows_each_setting_with_its_variable():
-    command = [sys.executable, "-P", "-m", "placer", "serve", "--help"]
-    shown = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={"COLUMNS": "200"}
-    ).stdout
+def test_the_help_shows_each_setting_with_its_variable(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = run("serve", "--help").out
     for name in Settings.model_fields:
         assert re.search(rf"PLACER_{name.upper()}\b", shown), name
         assert name in SECRETS or f"--{name.replace('_', '-')} " in shown, name

@@ -100,7 +100,7 @@ class _Asks(nn.Module):
 def test_what_cannot_be_recorded_runs_through_hooks() -> None:
     model, reference, _ = _placed("llama")
     for one in (model, reference):
-        one.model.layers[3].mlp = _Asks(one.model.layers[3].mlp).eval()
+        one.model.layers[1].mlp = _Asks(one.model.layers[1].mlp).eval()
     flow = split(model, COUNT)
     expected = reference.generate(_ids(), **OPTIONS)
     with flow.applied():
