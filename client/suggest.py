@@ -60,7 +60,7 @@ def suggest(
     training: bool | None = None,
     objective: Objective | None = None,
     batch_size: int | None = None,
-    memory_bytes: int | Mapping[DeviceLike, int] | None = None,
+    memory_bytes: int | str | Mapping[DeviceLike, int | str] | None = None,
     server: str | None = None,
     progress: bool = True,
     options: SuggestOptions | SolveOptions | ProfileOptions | None = None,
@@ -75,21 +75,24 @@ def suggest(
     Args:
         model: any module, on any device, ``meta`` included; or its profile, to place it without
             measuring again. Under objective ``step`` also several profiles of different
-            micro-batch sizes.
+            micro-batch sizes, and under ``generation`` the profiles of the prompt's pass and of a
+            pass of one token.
         example_inputs: one micro-batch: one argument, a tuple of positional or a dict of keyword
             arguments. None: the inputs that the model carries, as Lightning's
-            ``example_input_array`` or transformers' ``dummy_inputs``.
+            ``example_input_array`` or transformers' ``dummy_inputs``. Under objective
+            ``generation``: token ids of prompts, by default one prompt of zeros.
         devices: the devices to place on: a number, a list, or None for all available devices.
         training: whether to place a training step (by default) or inference. A profile of
             inference is placed as inference by default.
         objective: the quantity to minimise: ``throughput`` (the bottleneck, by default),
-            ``step`` (the time of a whole batch), ``latency`` (the time of one sample), ``memory``
-            (the largest use of a device's memory), or ``devices`` (the number of devices that keep
-            within ``bottleneck_ms``).
+            ``step`` (the time of a whole batch), ``latency`` (the time of one sample),
+            ``generation`` (the time of a text of ``generation``), ``memory`` (the largest use of a
+            device's memory), or ``devices`` (the number of devices that keep within
+            ``bottleneck_ms``).
         batch_size: samples in a whole batch, for objective ``step``; by default ``chunks``
             micro-batches.
-        memory_bytes: the memory that a placement may use, in bytes, of each device or by device;
-            by default all of it.
+        memory_bytes: the memory that a placement may use, in bytes or as ``"24GiB"``, of each
+            device or by device; by default all of it.
         server: the URL of a service that solves; by default ``PLACER_URL`` from the environment.
             Without either, this process solves.
         progress: show progress on a terminal.
@@ -163,12 +166,15 @@ def question(
     if server:
         url_of(server)  # Refuse a wrong URL now, not after minutes of measuring.
     profiles = _given_profiles(model)
+    is_generation = asked.objective == "generation"
     if profiles:
         if devices is not None or memory_bytes is not None:
             raise InputError(
                 "a profile is given, so its cluster counts: leave devices and memory_bytes out"
             )
         _refuse_measuring(asked)
+        if is_generation and len(profiles) == 2:
+            return _request(asked, profiles[:1], profiles[1])
         return _request(asked, profiles)
     there = _measures_there(asked.profile_on_server, server, devices, memory_bytes)
     if there and not (asked.loss_fn is None and asked.target is None):
@@ -177,6 +183,13 @@ def question(
             " here with profile_on_server=False"
         )
     module = _checked(model)
+    if is_generation:
+        if there:
+            raise InputError(
+                "a server measures one pass of a model, and objective 'generation' needs two;"
+                " measure the model here with profile_on_server=False"
+            )
+        return _generation(module, example_inputs, asked, devices, memory_bytes, progress)
     if "replicas" not in asked.model_fields_set and not _may_be_replicated(module):
         asked = asked.model_copy(update={"replicas": "never"})
     from placer.capture.input_forms import carried_inputs
@@ -205,13 +218,19 @@ def answer(request: PlacementRequest, server: str | None) -> Placement:
     return solve(request)
 
 
-def _request(asked: SuggestOptions, profiles: list[Profile]) -> PlacementRequest:
+def _request(
+    asked: SuggestOptions, profiles: list[Profile], token_profile: Profile | None = None
+) -> PlacementRequest:
     profiles = [one.untied() for one in profiles] if asked.split_tied else profiles
+    if token_profile is not None and asked.split_tied:
+        token_profile = token_profile.untied()
     training = profiles[-1].training if asked.training is None else asked.training
     update: dict[str, Any] = {"training": training}
     if training and asked.objective == "step" and "replicas" not in asked.model_fields_set:
         update["replicas"] = "auto"
-    return PlacementRequest.from_options(asked.model_copy(update=update), profiles)
+    return PlacementRequest.from_options(
+        asked.model_copy(update=update), profiles, token_profile=token_profile
+    )
 
 
 def _may_be_replicated(module: nn.Module) -> bool:
@@ -222,6 +241,49 @@ def _may_be_replicated(module: nn.Module) -> bool:
         isinstance(child, nn.SyncBatchNorm) or getattr(child, "max_norm", None) is not None
         for child in module.modules()
     )
+
+
+def _generation(
+    model: nn.Module,
+    example_inputs: Any,
+    asked: SuggestOptions,
+    devices: Any,
+    memory_bytes: Any,
+    progress: bool,
+) -> PlacementRequest:
+    """Return the request for generations; measure the prompt's pass and a pass of one token."""
+    from placer.estimator.kv_cache import keys_and_values
+    from placer.executor.generation.static_cache import capacity_at_end
+    from placer.profiler.generation import REMEDY, profile_generation, prompt_inputs
+
+    if asked.batch_sizes is not None:
+        raise InputError(
+            f"batch_sizes is {asked.batch_sizes!r}, which objective 'generation' does not choose"
+            " from; leave batch_sizes out"
+        )
+    # Find faults of the request before minutes of measuring.
+    asked = asked.model_copy(update={"training": bool(asked.training)})
+    names = _names(devices)
+    _request(asked, _expected([1], asked, names), *_expected([1], asked, names))
+    text = asked.generation
+    assert text is not None  # as validated
+    prompt = prompt_inputs(model, example_inputs, text)
+    how = {name: getattr(asked, name) for name in ProfileOptions.model_fields}
+    if "granularity" not in asked.model_fields_set:
+        # the cache of a block belongs to the block as a whole
+        how["granularity"] = "blocks"
+    first, token = profile_generation(
+        model,
+        prompt,
+        text,
+        keys_and_values(model, len(prompt["input_ids"]), REMEDY),
+        capacity_at_end(text.prompt_tokens, text.new_tokens),
+        devices,
+        memory_bytes=memory_bytes,
+        progress=progress,
+        options=ProfileOptions(**how),
+    )
+    return _request(_keeping_whole(asked, model, [first]), [first], token)
 
 
 def _keeping_whole(

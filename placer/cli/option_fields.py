@@ -128,6 +128,31 @@ SPELLED: dict[str, Spelled | None] = {
             names, given["recompute"], given["recompute_on"]
         ),
     ),
+    "generation": Spelled(
+        {
+            **_one(
+                "prompt_tokens",
+                int | None,
+                "--prompt-tokens",
+                "objective generation: tokens of a prompt",
+            ),
+            **_one(
+                "new_tokens",
+                int | None,
+                "--new-tokens",
+                "objective generation: tokens that are generated after it",
+            ),
+            **_one(
+                "sequences_in_flight",
+                int | None,
+                "--sequences-in-flight",
+                "objective generation: generations at the same time; by default 1",
+            ),
+        },
+        lambda given, _: shared_options.generation(
+            given["prompt_tokens"], given["new_tokens"], given["sequences_in_flight"]
+        ),
+    ),
     "optimizer": Spelled(
         _one(
             "optimizer",

@@ -18,7 +18,7 @@ import typer
 from placer.cli.files import Answer, emit
 from placer.cli.terminal import extra, users_code
 from placer.errors import InputError
-from placer.schema import Cluster, Device, Recompute
+from placer.schema import Cluster, Device, GenerationOptions, Recompute
 from placer.utils.units import parse_bytes
 
 Written = TypeVar("Written", str, Path, None)
@@ -75,12 +75,13 @@ class Example:
     ] = field(default_factory=list)
 
     @users_code()
-    def load(self, spec: str, on_meta: bool = False) -> tuple[Any, Any]:
+    def load(self, spec: str, on_meta: bool = False, with_inputs: bool = True) -> tuple[Any, Any]:
         """Return the model that a command line names, and its example inputs.
 
         Args:
             spec: ``package.module:callable``.
             on_meta: make the model on ``meta`` where possible, without memory for its weights.
+            with_inputs: whether inputs are needed; else they are None if none are given.
 
         Raises:
             InputError: there is no such model, or it carries no example inputs and none are given.
@@ -100,6 +101,8 @@ class Example:
             module = make()
         if self.input:
             return module, parse_inputs(self.input)
+        if not with_inputs:
+            return module, None
         try:
             return module, carried_inputs(module, "suggest")
         except InputError as error:
@@ -185,6 +188,32 @@ def limited(cluster: Cluster, texts: Sequence[str]) -> Cluster:
         if device["name"] in usable:
             device.update(memory_bytes=usable[device["name"]], reserve_bytes=0)
     return Cluster(devices=tuple(Device(**device) for device in devices), links=cluster.links)
+
+
+def generation(
+    prompt_tokens: int | None, new_tokens: int | None, sequences_in_flight: int | None
+) -> GenerationOptions:
+    """Return what is generated.
+
+    Args:
+        prompt_tokens: of a prompt.
+        new_tokens: after a prompt.
+        sequences_in_flight: generations at the same time; None for one.
+
+    Raises:
+        InputError: a number is missing or too small.
+    """
+    words = {"--prompt-tokens": prompt_tokens, "--new-tokens": new_tokens}
+    for word, given in words.items():
+        if given is None:
+            raise InputError(f"{word} is missing; give it with --objective generation")
+    return GenerationOptions.model_validate(
+        {
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "sequences_in_flight": 1 if sequences_in_flight is None else sequences_in_flight,
+        }
+    )
 
 
 def device_named(names: Sequence[str], word: str) -> str:

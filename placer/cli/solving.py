@@ -21,7 +21,7 @@ MEASURING = frozenset({*ProfileOptions.model_fields, "batch_sizes", "profile_on_
 
 @dataclass(frozen=True)
 class Target:
-    """What a profile is placed on: devices, their memory, and profiles of further sizes."""
+    """What a profile is placed on: devices, their memory, and further profiles."""
 
     cluster: Annotated[
         str | None,
@@ -39,6 +39,13 @@ class Target:
             help="objective step: a profile of the same layers at another size; repeatable",
         ),
     ] = field(default_factory=list)
+    token_profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="objective generation: a profile of the same layers in a pass of one token",
+        ),
+    ] = None
 
     def request(
         self, context: typer.Context, file: str, words: Words[SuggestOptions], others: set[str]
@@ -66,7 +73,10 @@ class Target:
         profiles = [*(load_profile(name) for name in self.also), subject]
         if options.split_tied:
             profiles = [one.untied() for one in profiles]
-        return PlacementRequest.from_options(options, profiles, cluster)
+        token = None if self.token_profile is None else load_profile(self.token_profile)
+        if token is not None and options.split_tied:
+            token = token.untied()
+        return PlacementRequest.from_options(options, profiles, cluster, token)
 
 
 @expanded(SuggestOptions, leave_out=MEASURING)
@@ -102,7 +112,7 @@ def suggest(
     names = measured.names()
     options = words.read(names).model_copy(update={"profile_on_server": False})
     memory_bytes = limits(names, measured.memory)
-    module, inputs = measured.load(model)
+    module, inputs = measured.load(model, with_inputs=options.objective != "generation")
     from placer_client.suggest import question
 
     with profiling_log(), users_code():

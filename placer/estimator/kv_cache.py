@@ -7,7 +7,7 @@ shapes of the real cache, with its sliding windows, shared heads and compressed 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,66 @@ from torch import Tensor, nn
 from placer.errors import InputError
 from placer.estimator.meta_models import meta_copy
 from placer.schema.base import MERGED
+
+
+class CacheLayer(NamedTuple):
+    """A layer of a cache, on ``meta``.
+
+    Attributes:
+        module: the path of the module that fills it.
+        content: what the cache holds for it.
+        factor: the factor from the bytes of its tensors to the real bytes.
+    """
+
+    module: str
+    content: Any
+    factor: int
+
+
+class KeysAndValues(NamedTuple):
+    """The keys and values that a module of attention keeps for one token, on ``meta``.
+
+    Attributes:
+        module: the path of the module.
+        keys: ``[samples, heads, 1, size]``, in the dtype of the real cache.
+        values: likewise.
+    """
+
+    module: str
+    keys: Tensor
+    values: Tensor
+
+
+def keys_and_values(model: nn.Module, samples: int, remedy: str) -> list[KeysAndValues]:
+    """Return the keys and values of one token by module of attention.
+
+    Args:
+        model: a model of transformers.
+        samples: texts that are generated together.
+        remedy: what the caller can do, for messages.
+
+    Raises:
+        InputError: the model has no cache, or a cache of another kind.
+    """
+    found = []
+    for layer in cache_layers(model, samples, 1, 1, remedy):
+        keys, values = (getattr(layer.content, name, None) for name in ("keys", "values"))
+        if not (_holds_tokens(keys) and _holds_tokens(values)):
+            kind = type(layer.content).__name__
+            raise InputError(
+                f"the cache of {type(model).__name__} has a {kind}, which is not keys and values of"
+                f" every token; {remedy}"
+            )
+        if layer.factor != 1:
+            # the model ran on meta in another dtype than its own
+            own = next(one.dtype for one in model.parameters() if one.is_floating_point())
+            keys, values = keys.to(own), values.to(own)
+        found.append(KeysAndValues(layer.module, keys, values))
+    return found
+
+
+def _holds_tokens(part: Any) -> TypeGuard[Tensor]:
+    return isinstance(part, Tensor) and part.dim() == 4
 
 
 def cache_bytes(
@@ -32,20 +92,43 @@ def cache_bytes(
     Raises:
         InputError: the model has no cache, or it is unknown which module fills it.
     """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
+    if not is_of_transformers(model):
         raise InputError(
             f"generate is {tokens}, but {type(model).__name__} is not a model of transformers,"
             " whose cache could be estimated; leave generate out"
         )
-    copied = meta_copy(model).eval()
-    sizes = _filled(copied, samples, tokens, source_tokens)
-    modules = _modules(copied, len(sizes))
     found: dict[str, int] = {}
-    for module, size in zip(modules, sizes, strict=True):
-        layer = layer_of(module, layers)
+    for filled in cache_layers(model, samples, tokens, source_tokens, "leave generate out"):
+        layer = layer_of(filled.module, layers)
+        size = filled.factor * _tensor_bytes(filled.content)
         found[layer] = found.get(layer, 0) + size
     return found
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model has a configuration of transformers."""
+    return hasattr(getattr(model, "config", None), "get_text_config")
+
+
+def cache_layers(
+    model: nn.Module, samples: int, tokens: int, source_tokens: int, remedy: str
+) -> list[CacheLayer]:
+    """Return the layers of a cache after a forward pass on ``meta``.
+
+    Args:
+        model: a model of transformers.
+        samples: texts that are generated together.
+        tokens: tokens of each text.
+        source_tokens: tokens that the encoder of an encoder-decoder reads.
+        remedy: what the caller can do, for messages.
+
+    Raises:
+        InputError: the model has no cache, or it is unknown which module fills it.
+    """
+    copied = meta_copy(model).eval()
+    parts, factor = _filled(copied, samples, tokens, source_tokens, remedy)
+    modules = _modules(copied, len(parts), remedy)
+    return [CacheLayer(module, part, factor) for module, part in zip(modules, parts, strict=True)]
 
 
 def layer_of(module: str, layers: Sequence[str]) -> str:
@@ -74,8 +157,10 @@ def layer_of(module: str, layers: Sequence[str]) -> str:
     return found
 
 
-def _filled(model: nn.Module, samples: int, tokens: int, source_tokens: int) -> list[int]:
-    """Return the bytes of each layer of the cache after a forward pass."""
+def _filled(
+    model: nn.Module, samples: int, tokens: int, source_tokens: int, remedy: str
+) -> tuple[list[Any], int]:
+    """Return the content of each layer of the cache, and the factor to its real bytes."""
 
     def ids(length: int) -> Tensor:
         return torch.zeros(samples, length, dtype=torch.int64, device="meta")
@@ -89,7 +174,7 @@ def _filled(model: nn.Module, samples: int, tokens: int, source_tokens: int) -> 
     except Exception as error:
         raise InputError(
             f"the cache of {type(model).__name__} cannot be estimated: {type(error).__name__}:"
-            f" {error}"
+            f" {error}; {remedy}"
         ) from error
     cache = getattr(result, "past_key_values", None)
     if cache is None:
@@ -98,9 +183,9 @@ def _filled(model: nn.Module, samples: int, tokens: int, source_tokens: int) -> 
     if not parts:
         raise InputError(
             f"{type(model).__name__} returns no past_key_values, so it has no cache to estimate;"
-            " leave generate out"
+            f" {remedy}"
         )
-    return [factor * _tensor_bytes(part) for part in parts]
+    return parts, factor
 
 
 def _run(model: nn.Module, given: Mapping[str, Tensor]) -> tuple[Any, int]:
@@ -153,7 +238,7 @@ def _tensor_bytes(part: Any) -> int:
     return sum(seen.values())
 
 
-def _modules(model: nn.Module, count: int) -> list[str]:
+def _modules(model: nn.Module, count: int, remedy: str) -> list[str]:
     """Return the path of the module that fills each layer of the cache.
 
     Modules of transformers that have a cache know its layer as ``layer_idx``.
@@ -171,6 +256,6 @@ def _modules(model: nn.Module, count: int) -> list[str]:
     if missing is not None:
         raise InputError(
             f"no module of {type(model).__name__} has layer_idx={missing}, so the device of that"
-            " part of the cache is unknown; leave generate out"
+            f" part of the cache is unknown; {remedy}"
         )
     return [found[number] for number in range(count)]

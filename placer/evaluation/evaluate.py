@@ -22,7 +22,7 @@ from placer.schema import Evaluation, Placement, PlacementRequest, Profile, Solv
 from placer.schema.base import FormatName
 from placer.schema.judgement import Best
 from placer.schema.options import combined
-from placer.solver import costs
+from placer.solver import costs, generation
 from placer.solver.answer import device_loads, single_device
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
@@ -189,6 +189,8 @@ def evaluated(
             schedule if the request allows them, and else the best choice for the map.
     """
     form, request = request.for_format, expressible(request)
+    if request.objective == "generation":
+        return _of_generations(request, where, form, best)
     nothing = Evaluation(valid=False, faults=(), objective=request.objective, format=form)
     faults = [*name_faults(request, where)]
     if faults:
@@ -222,6 +224,20 @@ def evaluated(
             "single_device": single_device(problem),
         }
     )
+    return _compared(found, best) if best is not None else found
+
+
+def _of_generations(
+    request: PlacementRequest, where: Map, form: FormatName | None, best: Placement | None
+) -> Evaluation:
+    """Return the evaluation of a map for generations: its mean pass, times the number of passes."""
+    found = evaluated(generation.mean_pass_request(request), where)
+    changed: dict[str, Any] = {"objective": "generation", "format": form}
+    if found.objective_value is not None:
+        changed["objective_value"] = generation.generation_ms(request, where)
+        changed["devices"] = generation.with_cache(request, where, found.devices)
+        changed["single_device"] = generation.of_all(request, found.single_device)
+    found = found.model_copy(update=changed)
     return _compared(found, best) if best is not None else found
 
 

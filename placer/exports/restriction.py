@@ -52,6 +52,9 @@ def expressible(request: PlacementRequest) -> PlacementRequest:
             "replicas": request.replicas if form.replicates else "never",
             "profile": _in_order(request.profile, form, units),
             "profiles": tuple(_in_order(each, form, units) for each in request.profiles),
+            "token_profile": None
+            if request.token_profile is None
+            else _in_order(request.token_profile, form, units),
         }
     )
 

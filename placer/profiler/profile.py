@@ -109,8 +109,8 @@ def profile(
             type of device is measured once.
         training: whether to measure a training step, with the model in training mode, or
             inference, with the model in evaluation mode.
-        memory_bytes: the memory that a placement may use, in bytes, of each device or by device;
-            by default all of it.
+        memory_bytes: the memory that a placement may use, in bytes or as ``"24GiB"``, of each
+            device or by device; by default all of it.
         batch_sizes: measure micro-batches of these sizes instead of the example's. The example's
             inputs and target are repeated or cut. The layers are cut for the smallest size, and
             are the same for all.

@@ -88,6 +88,11 @@ def refine(
             "the placement has replicas, which refine does not measure; give one that was solved "
             "with replicas='never'"
         )
+    if placement.objective == "generation":
+        raise InputError(
+            "the placement's objective is 'generation', whose two passes refine does not measure; "
+            "give a placement of objective 'latency' or 'throughput'"
+        )
     how = combined(RefineOptions, options, fields, refine)
     loss_fn, target = how.loss_fn, how.target
     require_module(model)

@@ -338,7 +338,7 @@ def _cells(change: Change, in_bytes: bool) -> list[Text]:
 def _value_text(objective: str, value: float | None) -> str:
     if value is None:
         return "-"
-    if objective in ("throughput", "step", "latency"):
+    if objective in ("throughput", "step", "latency", "generation"):
         return ms_text(value)
     return bytes_text(value) if objective == "memory" else f"{value:.6g}"
 

@@ -41,6 +41,7 @@ MEASURES: dict[Objective, str] = {
     "throughput": "bottleneck per micro-batch",
     "step": "a whole batch",
     "latency": "critical path of one micro-batch",
+    "generation": "time of a generation",
     "memory": "largest memory use",
     "devices": "devices that are used:",
 }
@@ -214,6 +215,7 @@ def _proven(placement: Placement) -> list[str]:
     else:
         lines.append(f"batch       {_choice_text(placement)}")
         lines += _shares(placement)
+    lines += _generation(placement)
     if placement.tie_breaks is not None:
         ties = placement.tie_breaks
         least = "none as good has less" if ties.proven else "the least that was found"
@@ -257,6 +259,39 @@ def _step(placement: Placement, step: Step) -> list[str]:
             f"instead     {_choice_text(choice)}: {ms_text(choice.objective_value or 0.0)}"
         )
     return lines
+
+
+def _generation(placement: Placement) -> list[str]:
+    """Return lines about the tokens and the cache; nothing under other objectives."""
+    found = placement.generation
+    if found is None:
+        return []
+    later = "" if found.token_ms is None else f", each later one {ms_text(found.token_ms)}"
+    speed = found.tokens_per_s
+    rate = "" if speed is None else f", {speed:,.{0 if speed >= 1000 else 1}f} tokens/s"
+    prompt = count_text(found.prompt_tokens, "token")
+    flight = f"{found.sequences_in_flight} in flight"
+    cached = ", ".join(
+        f"{load.device} {bytes_text(load.memory.cache_bytes)}"
+        for load in placement.devices
+        if load.memory.cache_bytes
+    )
+    copies = ""
+    if found.copies and found.copies_tokens_per_s is not None:
+        ratio = found.copies_tokens_per_s / speed if speed else 1.0
+        places = count_text(len(found.copies), "device")
+        copies = (
+            f"copies      a whole model on each of {places} has "
+            f"{found.copies_tokens_per_s:,.1f} tokens/s, {ratio:.2f}x"
+        )
+    return [
+        f"tokens      the first after {ms_text(found.first_token_ms)} for a prompt of {prompt}"
+        f"{later}",
+        f"generation  {count_text(found.new_tokens, 'token')} in {ms_text(found.generation_ms)}, "
+        f"{flight}{rate}",
+        f"cache       {cached or 'none'}",
+        *([copies] if copies else []),
+    ]
 
 
 def _replicas(placement: Placement, step: Step) -> list[str]:
@@ -336,6 +371,8 @@ def _objective_text(placement: Placement) -> str:
     value = placement.objective_value
     shown = "none" if value is None else _value_text(placement, value)
     measure = MEASURES[placement.objective]
+    if placement.generation is not None and placement.generation.sequences_in_flight > 1:
+        measure = "time between the ends of two generations"
     if placement.objective == "throughput" and placement.replicas:
         members = next(iter(placement.replicas.values()))
         measure = f"bottleneck per {count_text(members[0].samples, 'sample')}"

@@ -24,6 +24,7 @@ _USES = {
     "optimizer": ("optimizer_bytes",),
     "kept for backward": ("activation_bytes",),
     "workspace": ("workspace_bytes",),
+    "keys and values": ("cache_bytes",),
 }
 
 

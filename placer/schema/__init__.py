@@ -33,6 +33,7 @@ from placer.schema.options import (
     BatchOptions,
     Constraints,
     EstimateOptions,
+    GenerationOptions,
     ProfileOptions,
     RefineOptions,
     SolveOptions,
@@ -40,6 +41,7 @@ from placer.schema.options import (
 )
 from placer.schema.placement import (
     DeviceLoad,
+    Generation,
     Improvement,
     Infeasibility,
     Limits,
@@ -87,6 +89,8 @@ __all__ = [
     "Evaluation",
     "Fault",
     "FaultKind",
+    "Generation",
+    "GenerationOptions",
     "Improvement",
     "Infeasibility",
     "Layer",

@@ -57,10 +57,10 @@ def in_order(named: dict[str, V]) -> dict[str, V]:
 IN_ORDER = AfterValidator(in_order)
 TimesMs = Annotated[dict[Name, Milliseconds], Field(max_length=64), IN_ORDER]
 
-Objective = Literal["throughput", "step", "latency", "memory", "devices"]
+Objective = Literal["throughput", "step", "latency", "generation", "memory", "devices"]
 """The minimised quantity: the bottleneck (ms), the time of a whole batch (ms), the critical path of
-one micro-batch (ms), the largest memory use (bytes), or the number of devices within a bottleneck.
-"""
+one micro-batch (ms), the time of a generation (ms), the largest memory use (bytes), or the number
+of devices within a bottleneck."""
 
 Schedule = Literal["fill-drain", "1f1b", "zero-bubble", "interleaved"]
 """The order of micro-batches in training, drawn in ``placer.schedule``."""

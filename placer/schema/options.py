@@ -124,6 +124,25 @@ class Constraints(Wire):
         return self.recompute.get(device, self.recompute.get("*", "never"))
 
 
+class GenerationOptions(Wire):
+    """What objective ``generation`` places: texts that a language model generates."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    prompt_tokens: Annotated[int, Field(ge=1, le=2**31)]
+    """Tokens of a prompt."""
+
+    new_tokens: Annotated[int, Field(ge=1, le=2**31)]
+    """Tokens that are generated after a prompt."""
+
+    sequences_in_flight: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Generations that run at the same time, each with a cache of its own.
+
+    One: the time of a single generation counts. Several: the time between the ends of two
+    generations counts, while other generations use the other devices. A batch of sequences that
+    are generated together is one generation."""
+
+
 class SolveOptions(Wire):
     """What to solve: the objective, the batch, the constraints and the limits of the search."""
 
@@ -133,8 +152,8 @@ class SolveOptions(Wire):
     """The quantity to minimise.
 
     ``throughput``: the bottleneck; ``step``: the time of a whole batch; ``latency``: the time of
-    one sample; ``memory``: the largest use of a device's memory; ``devices``: the number of devices
-    that keep within ``bottleneck_ms``."""
+    one sample; ``generation``: the time of a text, see ``generation``; ``memory``: the largest use
+    of a device's memory; ``devices``: the number of devices that keep within ``bottleneck_ms``."""
 
     constraints: Constraints = Constraints()
     """Requirements that the placement must meet, in addition to memory."""
@@ -217,6 +236,9 @@ class SolveOptions(Wire):
 
     The solver uses the rest of the time limit to solve changed requests: for each at most a second,
     or ten times the time of the solve if that is longer."""
+
+    generation: GenerationOptions | None = None
+    """The prompt and the new tokens, for objective ``generation``."""
 
 
 class BatchOptions(Wire):

@@ -35,6 +35,7 @@ class MemoryUse(Wire):
             exchange.
         optimizer_bytes: the optimizer's state.
         buffer_bytes: buffers.
+        cache_bytes: keys and values of all sequences in flight, under objective ``generation``.
         activation_bytes: values and, in training, all tensors saved by micro-batches in flight; at
             the peak, also values and gradients that wait for another layer.
         workspace_bytes: of the layer that runs at the peak.
@@ -44,6 +45,7 @@ class MemoryUse(Wire):
     grad_bytes: Bytes = 0
     optimizer_bytes: Bytes = 0
     buffer_bytes: Bytes = 0
+    cache_bytes: Bytes = 0
     activation_bytes: Bytes = 0
     workspace_bytes: Bytes = 0
 
@@ -55,6 +57,7 @@ class MemoryUse(Wire):
             + self.grad_bytes
             + self.optimizer_bytes
             + self.buffer_bytes
+            + self.cache_bytes
             + self.activation_bytes
             + self.workspace_bytes
         )
@@ -261,6 +264,36 @@ class Step(Wire):
         return self.steady_state_ms
 
 
+class Generation(Wire):
+    """Further results of the objective ``generation``.
+
+    Attributes:
+        prompt_tokens: of each prompt.
+        new_tokens: generated after each prompt.
+        sequences_in_flight: generations at the same time.
+        first_token_ms: time of the prompt's pass, which gives the first token, while no other
+            generation runs.
+        token_ms: time of the pass of each later token, likewise; None if there is no later token.
+        generation_ms: time from a prompt to its last token, with all generations in flight.
+        tokens_per_s: new tokens per second, of all sequences of all generations together.
+        copies: the devices that a whole model each would be on, with the caches of all sequences in
+            flight shared among them; empty if one sequence is in flight, if the request pins or
+            forbids layers, or if fewer than two devices have the memory.
+        copies_tokens_per_s: new tokens per second of these copies, each for its own sequences; None
+            without copies.
+    """
+
+    prompt_tokens: Annotated[int, Field(ge=1)]
+    new_tokens: Annotated[int, Field(ge=1)]
+    sequences_in_flight: Annotated[int, Field(ge=1)] = 1
+    first_token_ms: Annotated[float, Field(ge=0)]
+    token_ms: Annotated[float, Field(ge=0)] | None = None
+    generation_ms: Annotated[float, Field(ge=0)]
+    tokens_per_s: Annotated[float, Field(ge=0)] | None = None
+    copies: tuple[Name, ...] = ()
+    copies_tokens_per_s: Annotated[float, Field(ge=0)] | None = None
+
+
 class Placement(Wire):
     """The device of each layer, with predictions and proofs.
 
@@ -300,7 +333,8 @@ class Placement(Wire):
             objective ``step``, a device may have several stages, one for each of its segments.
             Empty if every device has room for all micro-batches, as in non-contiguous placements
             under other objectives.
-        devices: the load of each device.
+        devices: the load of each device. Under the objective ``generation``, times are of a mean
+            pass: the passes of a generation divided by their number.
         single_device: the best single device.
         speedup: single_device.objective_value / objective_value, for times; None without a
             placement.
@@ -310,6 +344,7 @@ class Placement(Wire):
         links_through_host: links (source, target) that corrupt bytes. Their traffic goes through
             the host's memory when the placement is applied.
         step: further results of the objective ``step``.
+        generation: further results of the objective ``generation``.
     """
 
     schema_version: Literal["2"] = SCHEMA_VERSION
@@ -348,6 +383,7 @@ class Placement(Wire):
     limits: Limits | None = None
     links_through_host: tuple[tuple[Name, Name], ...] = ()
     step: Step | None = None
+    generation: Generation | None = None
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:

@@ -47,6 +47,13 @@ class Question(Wire):
     cluster: Cluster | None = None
     """The devices to place on; by default the devices of the profile."""
 
+    token_profile: Profile | None = None
+    """Measurements of a pass of one token, for objective ``generation``; ``profile`` has the
+    prompt's pass.
+
+    It has the same layers. Its buffers also hold the keys and values of one generation, at the
+    capacity that the longest text needs."""
+
 
 # The order of the bases is the order of the fields in JSON, on which content_hash depends.
 class PlacementRequest(SolveOptions, Question):
@@ -66,7 +73,11 @@ class PlacementRequest(SolveOptions, Question):
 
     @classmethod
     def from_options(
-        cls, options: SolveOptions, profiles: Sequence[Profile], cluster: Cluster | None = None
+        cls,
+        options: SolveOptions,
+        profiles: Sequence[Profile],
+        cluster: Cluster | None = None,
+        token_profile: Profile | None = None,
     ) -> Self:
         """Ask what options say about profiles, with the defaults that depend on the objective.
 
@@ -75,6 +86,7 @@ class PlacementRequest(SolveOptions, Question):
             profiles: of the same layers, of different micro-batch sizes; the last one is the
                 request's own.
             cluster: the devices to place on; by default the devices of the profile.
+            token_profile: the pass of one token, for objective ``generation``.
 
         Raises:
             InputError: the parts contradict each other.
@@ -88,7 +100,13 @@ class PlacementRequest(SolveOptions, Question):
         asked["step_kind"] = options.step_kind or (
             "steady-state" if is_step and is_training else "isolated"
         )
-        return cls(profile=profile, profiles=tuple(profiles[:-1]), cluster=cluster, **asked)
+        return cls(
+            profile=profile,
+            profiles=tuple(profiles[:-1]),
+            token_profile=token_profile,
+            cluster=cluster,
+            **asked,
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -123,6 +141,7 @@ class PlacementRequest(SolveOptions, Question):
         self._check_numbers(len(devices), len(layers))
         for profile in (self.profile, *self.profiles):
             self._check_times(profile, cluster)
+        self._check_generation(cluster)
         self._check_sizes()
         self._check_replicas()
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
@@ -136,6 +155,34 @@ class PlacementRequest(SolveOptions, Question):
                 f" objective is {self.objective!r}: leave bottleneck_ms out"
             )
         return self
+
+    def _check_generation(self, cluster: Cluster) -> None:
+        """Check the fields of the objective ``generation``: two profiles of the same layers."""
+        asked, token = self.generation, self.token_profile
+        if self.objective != "generation":
+            for name, given in {"generation": asked, "token_profile": token}.items():
+                if given is not None:
+                    raise ValueError(
+                        f"{name}: only objective 'generation' uses it; the objective is "
+                        f"{self.objective!r}: leave {name} out, or change the objective"
+                    )
+            return
+        if asked is None:
+            raise ValueError(
+                "generation is missing: objective 'generation' needs prompt_tokens and new_tokens"
+            )
+        if self.is_training:
+            raise ValueError(
+                "training is asked for, and objective 'generation' places inference; give "
+                "training=False, or another objective"
+            )
+        if token is None:
+            raise ValueError(
+                "token_profile is missing: objective 'generation' needs a profile of a pass of one "
+                "token in addition to the prompt's; placer.suggest measures both"
+            )
+        self._check_times(token, cluster)
+        _refuse_other_passes(self.profile, token)
 
     def _check_sizes(self) -> None:
         """Check the fields of the objective ``step``: equal layers, and sizes that fill a batch."""
@@ -301,6 +348,40 @@ def pins_apart(pinned: Mapping[str, str], group: Sequence[str]) -> str:
     if len(ends) < 2:
         return ""
     return " and ".join(f"{layer!r} to {device!r}" for device, layer in list(ends.items())[:2])
+
+
+def _refuse_other_passes(prompt: Profile, token: Profile) -> None:
+    """Raise a ValueError if a profile of a one-token pass does not belong to a prompt's profile."""
+    place = {layer.name: index for index, layer in enumerate(prompt.layers)}
+    names = [layer.name for layer in token.layers]
+    strange = next((name for name in names if name not in place), None)
+    if strange is not None or len(names) < len(place):
+        name = strange or next(name for name in place if name not in names)
+        raise ValueError(
+            f"token_profile: layer {name!r} is in one of the two profiles alone; measure both "
+            "passes with the same layers"
+        )
+    if token.batch_size != prompt.batch_size:
+        raise ValueError(
+            f"token_profile: it has {count_text(token.batch_size, 'sample')} and the prompt's "
+            f"profile {prompt.batch_size}; measure both with as many"
+        )
+    for layer in token.layers:
+        before = prompt.layers[place[layer.name]]
+        if layer.param_bytes != before.param_bytes or layer.buffer_bytes < before.buffer_bytes:
+            raise ValueError(
+                f"token_profile: layer {layer.name!r} has {layer.param_bytes} bytes of parameters "
+                f"and {layer.buffer_bytes} of buffers, in the prompt's profile "
+                f"{before.param_bytes} and {before.buffer_bytes}; parameters must be equal, and "
+                "buffers hold the cache in addition"
+            )
+    for edge in token.edges:
+        for target in edge.targets:
+            if place[target] <= place[edge.source]:
+                raise ValueError(
+                    f"token_profile: the value from {edge.source!r} to {target!r} runs against the "
+                    "order of the layers in the prompt's profile; measure both passes in one order"
+                )
 
 
 def _refuse_unreachable(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from placer.errors import PlacementError
 from placer.exports.restriction import expressible
 from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
 from placer.schema.base import PROVEN_GAP
-from placer.solver.referee import recompute, replicas, step
+from placer.solver.referee import generation, recompute, replicas, step
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
 from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, times_of
@@ -43,9 +43,13 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     if restricted is not request:
         check(restricted, placement.model_copy(update={"id": restricted.content_hash()}))
         return
+    if request.objective == "generation":
+        _check_generation(request, placement)
+        return
     if placement.replicas:
         _check_replicas(request, placement)
         return
+    require(placement.generation is None, "generation comes with objective 'generation' alone")
     asked = step.chosen(request, placement) if request.objective == "step" else request
     if asked is None:
         raise PlacementError(
@@ -79,6 +83,27 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     _check_limits(request, placement)
     if reading is not None:
         step.check_said(request, reading, placement)
+
+
+def _check_generation(request: PlacementRequest, placement: Placement) -> None:
+    """Check a placement for generations: as a placement of a mean pass, then what it adds."""
+    equal("objective", placement.objective, request.objective)
+    require(
+        (placement.generation is not None) == bool(placement.layer_devices),
+        "generation comes with every placement, and only with one",
+    )
+    asked = generation.mean_pass(request)
+    check(asked, generation.claimed_for_mean_pass(request, asked, placement))
+    _check_ties(request, placement)
+    _check_limits(request, placement)
+    if not placement.layer_devices:
+        return
+    value = generation.value_ms(request, asked, placement.layer_devices)
+    _check_value(placement, value)
+    single = placement.single_device
+    if single is not None and value:
+        near("speedup", placement.speedup or 0.0, single.objective_value / value)
+    generation.check_report(request, placement, value)
 
 
 def _check_replicas(request: PlacementRequest, placement: Placement) -> None:

@@ -14,6 +14,8 @@ asked for thresholds on merged graphs (``merges.py``) and for parts of the place
 devices of few classes over unlike links (``order_search.py``). Objectives ``step`` and ``devices``
 have their own searches (``step_search.py``, ``fewest_devices.py``), which use this one for small
 bottlenecks. Where replicas are asked for, ``replica_search.py`` runs these searches for each shape.
+Objective ``generation`` asks for the latency and the bottleneck of a mean pass
+(``generation.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import NamedTuple
 from placer.errors import InputError, kind_of
 from placer.exports.restriction import expressible, restricted_reason
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
-from placer.solver import answer, ties
+from placer.solver import answer, generation, ties
 from placer.solver.bounds import simple_bounds
 from placer.solver.chain import initial_placements, optimal_cuts, refined_cuts
 from placer.solver.check import check
@@ -146,6 +148,10 @@ def _answer(
         if placement.infeasible is not None:
             changed["infeasible"] = restricted_reason(request, placement.infeasible)
         return placement.model_copy(update=changed)
+    if request.objective == "generation":
+        return generation.solved(
+            request, lambda asked, told: _answer(asked, told, stop, monotonic()), progress
+        )
     meter = Meter(request.work_limit or inf)
     if may_replicate(request):
         placement = _replica_search(request, progress, stop, meter).answer()

@@ -77,8 +77,11 @@ def profile_of(request: PlacementRequest, placement: Placement) -> Profile:
 
 def _asked(request: PlacementRequest, placement: Placement) -> PlacementRequest:
     """Return the request with the micro-batches and the schedule of the placement."""
+    from placer.solver.generation import mean_pass_request
     from placer.solver.step.choices import question_of
 
+    if request.objective == "generation":
+        return mean_pass_request(request)
     asked = question_of(request, placement)
     if asked is None:
         raise InputError(
@@ -93,6 +96,7 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     """Simulate a batch of a placement, pass by pass, under the placement's own schedule.
 
     Of replicas the timeline shows the first pipeline, with its exchanges as part of the optimizer.
+    Of objective ``generation`` it shows a mean pass.
 
     Args:
         request: Request that the placement answers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -70,6 +71,24 @@ def _request(memory_gib: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def _generation() -> dict[str, Any]:
+    """Return a request with a profile of the prompt's pass, and of a pass of one token."""
+    prompt = _request(16)
+    token = deepcopy(prompt["profile"])
+    for layer in token["layers"]:
+        layer["forward_ms"] = {"gpu": layer["forward_ms"]["gpu"] / 4}
+        layer["buffer_bytes"] = GIB // 8
+    for edge in token["edges"]:
+        edge["bytes"] //= 512
+    return {
+        **prompt,
+        "objective": "generation",
+        "training": False,
+        "token_profile": token,
+        "generation": {"prompt_tokens": 512, "new_tokens": 64, "sequences_in_flight": 4},
+    }
+
+
 def requests() -> dict[str, dict[str, Any]]:
     """Return the examples of ``POST /v1/placements`` by name, each with a summary and a value."""
     return {
@@ -85,6 +104,10 @@ def requests() -> dict[str, dict[str, Any]]:
                 training=False,
                 constraints={"pinned": {"head": "cuda:1"}, "contiguous": True},
             ),
+        },
+        "generation": {
+            "summary": "Inference: texts of 64 tokens after prompts of 512, four at the same time",
+            "value": _generation(),
         },
         "infeasible": {
             "summary": "Too large for the devices: a placement with status infeasible",

@@ -88,6 +88,10 @@ function fitting(asked, chunksChanged, bottleneckMs) {
     if (asked.schedule === "auto") asked.schedule = "1f1b";
   }
   if (asked.objective !== "step" && asked.objective !== "throughput") delete asked.replicas;
+  if (asked.objective !== "generation") {
+    delete asked.generation;
+    delete asked.token_profile;
+  }
   if (asked.objective === "devices") asked.bottleneck_ms = bottleneckMs;
   else delete asked.bottleneck_ms;
   return asked;

@@ -75,10 +75,10 @@ function facts(placement, timeline) {
   const kind = placement.objective;
   const rows = [
     ["Status", { optimal: "optimal, proven", feasible: "best found so far", infeasible: "infeasible", unknown: "none found in time" }[placement.status]],
-    [{ throughput: "Bottleneck", step: "Whole batch", latency: "One sample", memory: "Largest use", devices: "Devices used" }[kind] || kind, amount(placement.objective_value, kind)],
+    [{ throughput: "Bottleneck", step: "Whole batch", latency: "One sample", generation: "One generation", memory: "Largest use", devices: "Devices used" }[kind] || kind, amount(placement.objective_value, kind)],
     ["Proven bound", amount(placement.bound, kind)],
     ["Gap", placement.gap === null || placement.gap === undefined ? "none" : percent(placement.gap)],
-    ...(kind === "step" ? [] : [["Whole batch", fromTimeline(timeline, batchOf)]]),
+    ...(kind === "step" || kind === "generation" ? [] : [["Whole batch", fromTimeline(timeline, batchOf)]]),
     ["Compared with one device", fromTimeline(timeline, (found) => againstOneDevice(placement, found))],
     ["Micro-batches", `${placement.chunks}, ${placement.schedule}`],
     ["Solved in", `${(placement.solve_time_s || 0).toFixed(2)} s`],

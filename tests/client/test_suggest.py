@@ -503,3 +503,66 @@ def test_a_server_that_cannot_be_reached_is_an_error_and_not_solved_here(profile
     )
     with pytest.raises(UnreachableError, match="http://one"):
         suggest(profile, server="http://one")
+
+
+@pytest.fixture
+def passes(profile, monkeypatch):
+    """What is measured of a generation is given, and what was asked for is kept."""
+    seen = {}
+    rows = tuple(layer.model_copy(update={"buffer_bytes": 8}) for layer in profile.layers)
+    token = profile.model_copy(update={"layers": rows, "cluster": None})
+
+    def measured(model, prompt, asked, attention, capacity, devices, *, options, **how):
+        seen.update(how, prompt=prompt, asked=asked, capacity=capacity, options=options)
+        return profile, token
+
+    monkeypatch.setattr("placer.profiler.generation.profile_generation", measured)
+    monkeypatch.setattr("placer.estimator.kv_cache.keys_and_values", lambda *given: [])
+    return SimpleNamespace(seen=seen, prompt=profile, token=token)
+
+
+class LikeTransformers(Block):
+    config = SimpleNamespace(get_text_config=lambda: None)
+
+
+TEXT = placer.GenerationOptions(prompt_tokens=512, new_tokens=64, sequences_in_flight=2)
+
+
+def test_both_passes_of_a_generation_are_measured_in_blocks_with_room_for_the_text(passes):
+    placement = suggest(LikeTransformers(), devices=1, objective="generation", generation=TEXT)
+    assert placement.objective == "generation" and not placement.training
+    assert placement.generation.new_tokens == 64
+    assert passes.seen["capacity"] == 640
+    assert passes.seen["options"].granularity == "blocks"
+    assert passes.seen["prompt"]["input_ids"].shape == (1, 512)
+
+
+def test_the_granularity_of_a_generation_is_the_callers(passes):
+    suggest(LikeTransformers(), devices=1, objective="generation", generation=TEXT, granularity=2)
+    assert passes.seen["options"].granularity == 2
+
+
+def test_two_profiles_of_a_generation_are_placed_without_measuring(passes):
+    placement = suggest([passes.prompt, passes.token], objective="generation", generation=TEXT)
+    assert sum(load.memory.cache_bytes for load in placement.devices) == 2 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "generation is missing"),
+        ({"generation": {"prompt_tokens": 9, "new_tokens": 0}}, "new_tokens: should be greater"),
+        ({"generation": TEXT, "training": True}, "objective 'generation' places inference"),
+        ({"generation": TEXT, "batch_sizes": (1, 2)}, "leave batch_sizes out"),
+        ({"generation": TEXT, "objective": "latency"}, "only objective 'generation' uses it"),
+        (
+            {"generation": TEXT, "server": "http://127.0.0.1:9", "profile_on_server": True},
+            "measure the model here",
+        ),
+    ],
+)
+def test_what_no_generation_has_is_told_before_the_model_is_measured(passes, wrong, message):
+    model = CarryingLikeTransformers() if "objective" in wrong else LikeTransformers()
+    with pytest.raises(InputError, match=message):
+        suggest(model, **{"devices": 1, "objective": "generation"} | wrong)
+    assert not passes.seen

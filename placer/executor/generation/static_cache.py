@@ -78,6 +78,21 @@ def capacity_for(length: int, expected: int | None) -> int:
     return -(-expected // step) * step
 
 
+def capacity_at_end(prompt_tokens: int, new_tokens: int) -> int:
+    """Return the capacity of the static copy when the last token is generated, in tokens.
+
+    Args:
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens that ``generate`` makes after it.
+    """
+    total = prompt_tokens + new_tokens
+    capacity = capacity_for(prompt_tokens, total)
+    # the last token is not stored, because no pass follows it
+    while capacity < total - 1:
+        capacity = capacity_for(capacity, total)
+    return capacity
+
+
 class UnsupportedCacheError(Exception):
     """A cache of which there is no static copy; the message says why."""
 

@@ -14,9 +14,11 @@ from placer.profiler.cache.file_cache import Cache, CacheLike, open_cache
 from placer.profiler.links.links import Ports, evened, links_to_measure, measure_links
 from placer.profiler.progress import Shown, Step, progress_bar
 from placer.schema import Cluster, Device
+from placer.utils.units import parse_bytes
 
-MemoryLimit = int | Mapping[DeviceLike, int] | None
-"""Bytes that a placement may use: on every device, by device, or None for all memory."""
+MemoryLimit = int | str | Mapping[DeviceLike, int | str] | None
+"""Bytes that a placement may use: on every device, by device, or None for all memory. A text has a
+unit, such as ``"24GiB"``."""
 
 
 def measure_cluster(
@@ -92,15 +94,15 @@ def resolve_limits(
     """Return the user's memory limits by device, in bytes.
 
     Raises:
-        InputError: if a limit is not positive, exceeds the device's memory, or names another
-            device.
+        InputError: if a limit is not a size, is not positive, exceeds the device's memory, or names
+            another device.
     """
     if memory_bytes is None:
         return {}
     if isinstance(memory_bytes, Mapping):
-        limits = {hardware.parse(device): limit for device, limit in memory_bytes.items()}
+        limits = {hardware.parse(device): _bytes(one) for device, one in memory_bytes.items()}
     else:
-        limits = dict.fromkeys(found, memory_bytes)
+        limits = dict.fromkeys(found, _bytes(memory_bytes))
     for device, limit in limits.items():
         if device not in found:
             raise InputError(
@@ -108,7 +110,8 @@ def resolve_limits(
             )
         if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:
             raise InputError(
-                f"memory_bytes of {device} is {limit!r}; give a positive whole number of bytes"
+                f"memory_bytes of {device} is {limit!r}; give a positive whole number of bytes, or "
+                "a size such as '24GiB'"
             )
         total = hardware.memory_bytes(device)[1]
         if device.type == "cuda" and limit > total:
@@ -116,6 +119,11 @@ def resolve_limits(
                 f"memory_bytes of {device} is {limit}, but the device has {total} bytes"
             )
     return limits
+
+
+def _bytes(limit: int | str) -> int:
+    """Return a limit in bytes; other types are refused later, with the device."""
+    return parse_bytes(limit) if isinstance(limit, str) else limit
 
 
 def _describe(

@@ -123,6 +123,13 @@ OWN_CODE = {
 }
 
 
+def test_a_generation_needs_no_example_inputs(run: Run) -> None:
+    asked = ("--objective", "generation", "--prompt-tokens", "9", "--new-tokens", "5")
+    answer = run("suggest", "torch.nn:Identity", "--devices", "1", *asked)
+    assert answer.code == 2
+    assert "Identity is not a model of transformers, whose cache is known" in answer.err
+
+
 @pytest.mark.parametrize("name", OWN_CODE)
 def test_what_fails_in_the_users_own_code_is_told_with_its_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -143,8 +150,8 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
     [
         (
             ["--objective", "speed"],
-            "objective: should be 'throughput', 'step', 'latency', 'memory' or 'devices', "
-            "not 'speed'",
+            "objective: should be 'throughput', 'step', 'latency', 'generation', 'memory' or "
+            "'devices', not 'speed'",
         ),
         (
             ["--objective", "devices"],

@@ -93,6 +93,44 @@ def test_training_steps_are_in_a_row_unless_it_is_said_otherwise(run: Run) -> No
     assert run("solve", "-", "--step-kind", "steady-state", stdin=trained).code == 2
 
 
+def test_generations_are_placed_for_the_profiles_of_both_passes(run: Run, tmp_path: Path) -> None:
+    prompt = chain([4.0, 4.0])
+    token = chain([1.0, 1.0])
+    layers = [layer.model_copy(update={"buffer_bytes": 1000}) for layer in token.layers]
+    (tmp_path / "token.json").write_text(
+        token.model_copy(update={"layers": tuple(layers), "cluster": None}).to_json()
+    )
+    asked = ("--objective", "generation", "--prompt-tokens", "9", "--new-tokens", "5")
+    second = ("--token-profile", tmp_path / "token.json")
+    answer = run("solve", "-", *asked, *second, stdin=prompt.to_json())
+    assert answer.code == 0, answer.err
+    # a prompt of 8 ms, and four tokens of 2 ms
+    assert answer.placement.objective_value == pytest.approx(16.0, abs=1e-3)
+    more = run(
+        "solve", "-", *asked, *second, "--sequences-in-flight", "3", stdin=prompt.to_json()
+    ).placement
+    assert more.generation is not None and more.generation.sequences_in_flight == 3
+    assert sum(load.memory.cache_bytes for load in more.devices) == 3 * 2 * 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt-tokens", "9"], "--new-tokens is missing; give it with --objective generation"),
+        (["--new-tokens", "9"], "--prompt-tokens is missing"),
+        (["--prompt-tokens", "9", "--new-tokens", "0"], "new_tokens: should be greater than"),
+        (["--prompt-tokens", "9", "--new-tokens", "5"], "token_profile is missing"),
+        ([], "generation is missing"),
+    ],
+)
+def test_bad_options_of_generations_are_exit_code_2(
+    run: Run, chain_file: Path, arguments: list[str], message: str
+) -> None:
+    answer = run("solve", chain_file, "--objective", "generation", *arguments)
+    assert answer.code == 2
+    assert message in answer.err
+
+
 def test_solve_reads_stdin(run: Run, chain_file: Path) -> None:
     assert run("solve", "-", stdin=chain_file.read_text()).placement.status == "optimal"
     assert run("solve", stdin=chain_file.read_text()).placement.status == "optimal"

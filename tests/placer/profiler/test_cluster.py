@@ -38,10 +38,23 @@ def test_a_limit_for_a_device_that_is_not_measured_is_refused() -> None:
         measure_cluster(["cpu:0", "cpu:1"], memory_bytes={"cpu:5": 1}, progress=False)
 
 
-@pytest.mark.parametrize("limit", [0, -1, 1.5, "1GiB"])
+@pytest.mark.parametrize("limit", [0, -1, 1.5])
 def test_a_limit_must_be_a_positive_whole_number(limit: Any) -> None:
     with pytest.raises(InputError, match=f"is {limit!r}; give a positive whole number"):
         measure_cluster(["cpu:0"], memory_bytes=limit, progress=False)
+
+
+def test_a_limit_may_be_a_size_with_a_unit() -> None:
+    limits = {"cpu:0": "1.5 GiB", "cpu:1": 4096}
+    cluster = measure_cluster(["cpu:0", "cpu:1"], memory_bytes=limits, progress=False)
+    assert [device.usable_bytes for device in cluster.devices] == [3 * 2**29, 4096]
+    (device,) = measure_cluster(["cpu:0"], memory_bytes="2GB", progress=False).devices
+    assert device.usable_bytes == 2 * 10**9
+
+
+def test_a_limit_that_is_not_a_size_is_refused() -> None:
+    with pytest.raises(InputError, match="'much' is not a size"):
+        measure_cluster(["cpu:0"], memory_bytes="much", progress=False)
 
 
 @pytest.fixture

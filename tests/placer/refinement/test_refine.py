@@ -142,6 +142,12 @@ def test_a_placement_with_replicas_is_refused() -> None:
         placer.refine(placement, nn.Linear(2, 2), torch.zeros(1, 2))
 
 
+def test_a_placement_of_generations_is_refused() -> None:
+    placement = Placement(status="optimal", objective="generation", layer_devices={"a": "cpu:0"})
+    with pytest.raises(InputError, match="whose two passes refine does not measure"):
+        placer.refine(placement, nn.Linear(2, 2), torch.zeros(1, 2))
+
+
 def test_a_placement_of_nothing_is_refused() -> None:
     empty = Placement(status="infeasible", objective="throughput")
     with pytest.raises(InputError, match="infeasible and places no layer"):

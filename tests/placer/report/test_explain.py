@@ -10,6 +10,7 @@ from placer.schema import (
     Device,
     DeviceLoad,
     Edge,
+    Generation,
     Improvement,
     Infeasibility,
     Layer,
@@ -133,6 +134,35 @@ def test_the_memory_objective_is_in_bytes() -> None:
     )
     assert "largest memory use 2.0 GiB" in text
     assert "1.5 GiB" in row(text, "bound ")
+
+
+def test_a_generation_shows_its_tokens_its_rate_and_its_cache() -> None:
+    found = Generation(
+        prompt_tokens=512,
+        new_tokens=64,
+        sequences_in_flight=4,
+        first_token_ms=20.5,
+        token_ms=9.0,
+        generation_ms=700.0,
+        tokens_per_s=365.7,
+        copies=("cuda:0", "cuda:1"),
+        copies_tokens_per_s=402.27,
+    )
+    memory = MemoryUse(param_bytes=GIB, cache_bytes=GIB // 2)
+    text = explain(
+        placement(
+            objective="generation",
+            generation=found,
+            training=False,
+            devices=(load("cuda:0", memory=memory), load("cuda:1")),
+        )
+    )
+    assert "objective   generation: time between the ends of two generations 14.00 ms" in text
+    assert "the first after 20.50 ms for a prompt of 512 tokens, each later one 9.00 ms" in text
+    assert "64 tokens in 700 ms, 4 in flight, 365.7 tokens/s" in text
+    assert "cache       cuda:0 512.0 MiB\n" in " ".join(text.split(" "))
+    assert "copies      a whole model on each of 2 devices has 402.3 tokens/s, 1.10x" in text
+    assert "1.5 / 8.0 GiB" in text
 
 
 def test_devices_that_recompute_are_named() -> None:

@@ -113,16 +113,17 @@ def test_the_last_profile_is_the_requests_own() -> None:
 def test_equal_requests_keep_their_identifier_when_fields_move_to_a_base_class() -> None:
     """The identifier hashes the fields in order, so databases of an earlier version stay valid."""
     names = list(PlacementRequest.model_fields)
-    assert names[:7] == [
+    assert names[:8] == [
         "schema_version",
         "profile",
         "profiles",
         "cluster",
+        "token_profile",
         "objective",
         "constraints",
         "training",
     ]
-    assert names[7:] == [name for name in SolveOptions.model_fields if name not in names[:7]]
+    assert names[8:] == [name for name in SolveOptions.model_fields if name not in names[:8]]
 
 
 @pytest.mark.parametrize(

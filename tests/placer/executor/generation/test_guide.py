@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from documentation import blocks
 from model_list import transformers
@@ -11,17 +13,35 @@ from placer.testing import logical_devices
 GUIDE = "docs/guides/inference.md"
 
 
-def test_the_guides_programs_generate_text(capsys: pytest.CaptureFixture[str]) -> None:
+def _programs() -> list[str]:
+    """Return the guide's programs that need transformers."""
     transformers()
-    one, many = (
+    return [
         block.text
         for block in blocks()
         if block.page == GUIDE
         and ("from transformers import" in block.text or "flow.generate_many(" in block.text)
-    )
+    ]
+
+
+def test_the_guides_programs_generate_text(capsys: pytest.CaptureFixture[str]) -> None:
+    one, many, _ = _programs()
     names: dict[str, object] = {}
     with logical_devices(2):
         exec(compile(one, GUIDE, "exec"), names)
         assert "torch.Size([1, 32]) 17 ('cpu:0', 'cpu:1'" in capsys.readouterr().out
         exec(compile(many, GUIDE, "exec"), names)
         assert capsys.readouterr().out == "torch.Size([2, 32])\n" * 6
+
+
+@pytest.mark.integration
+def test_the_guides_placement_for_generation_has_room_for_the_cache_of_decoding() -> None:
+    *_, placed = _programs()
+    found: dict[str, Any] = {}
+    with logical_devices(2):
+        exec(compile(placed, GUIDE, "exec"), found)
+    capacity = found["flow"].generation_report.capacity
+    assert capacity == 64
+    # of 2 sequences and 2 layers, keys and values of 64 numbers for each token, in float32
+    cached = [load.memory.cache_bytes for load in found["placement"].devices]
+    assert sum(cached) == 2 * 2 * 2 * 64 * capacity * 4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from placer.executor.generation.static_cache import capacity_for
+from placer.executor.generation.static_cache import capacity_at_end, capacity_for
 from placer.executor.generation.text_length import TextLength
 
 
@@ -39,6 +39,17 @@ def test_every_capacity_has_room_for_one_more_token() -> None:
         for expected in (None, length, length + 1, length + 64, 2 * length):
             capacity = capacity_for(length, expected)
             assert capacity > length and capacity >= min(expected or 0, 4096)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new"), [(512, 64), (7, 1), (63, 2), (64, 2), (100, 9000), (5000, 4000), (1, 4200)]
+)
+def test_the_capacity_at_the_end_is_the_last_one_that_decoding_needs(prompt: int, new: int) -> None:
+    capacity = 0
+    for length in range(prompt, prompt + new - 1):  # tokens before each pass of one token
+        if length >= capacity:
+            capacity = capacity_for(length, prompt + new)
+    assert capacity_at_end(prompt, new) == (capacity or capacity_for(prompt, prompt + 1))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,162 @@
+"""Profiles of both passes of a generation, on tiny models of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from generating_models import MAKERS
+from torch import nn
+
+from placer import GenerationOptions, Profile, ProfileOptions
+from placer.errors import InputError
+from placer.estimator.kv_cache import keys_and_values
+from placer.profiler.generation import (
+    REMEDY,
+    filled_cache,
+    profile_generation,
+    prompt_inputs,
+)
+
+ASKED = GenerationOptions(prompt_tokens=7, new_tokens=6)
+CAPACITY = 64
+
+
+def _model(name: str) -> Any:
+    torch.manual_seed(0)
+    return MAKERS[name]().eval()
+
+
+def _ids(rows: int = 2) -> torch.Tensor:
+    return torch.randint(3, 55, (rows, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_pass_over_the_filled_cache_gives_the_models_next_logits(name: str) -> None:
+    model, ids = _model(name), _ids()
+    with torch.no_grad():
+        prompt = model(ids, use_cache=True)
+        after = prompt.logits[:, -1:].argmax(-1)
+        with filled_cache(model, keys_and_values(model, 2, REMEDY), CAPACITY, 7) as cache:
+            for layer, own in zip(cache.layers, prompt.past_key_values.layers, strict=True):
+                layer.module.placer_keys[:, :, :7] = own.keys
+                layer.module.placer_values[:, :, :7] = own.values
+            found = model(after, past_key_values=cache, use_cache=False).logits
+            again = model(after, past_key_values=cache, use_cache=False).logits
+        expected = model(after, past_key_values=prompt.past_key_values).logits
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(again, expected)
+
+
+@pytest.fixture(scope="module")
+def passes() -> tuple[Any, Profile, Profile]:
+    """A model on ``meta``, and the profiles of its passes with 2 sequences."""
+    with torch.device("meta"):
+        model = _model("llama")
+    options = ProfileOptions(repeats=1, cache=False, granularity="blocks")
+    inputs = prompt_inputs(model, _ids().to("meta"), ASKED)
+    devices = ["cpu:0"]
+    prompt, token = profile_generation(
+        model,
+        inputs,
+        ASKED,
+        keys_and_values(model, 2, REMEDY),
+        CAPACITY,
+        devices,
+        progress=False,
+        options=options,
+    )
+    return model, prompt, token
+
+
+def test_both_profiles_have_the_same_layers_and_batch(
+    passes: tuple[Any, Profile, Profile],
+) -> None:
+    _, prompt, token = passes
+    assert {layer.name for layer in prompt.layers} == {layer.name for layer in token.layers}
+    assert (prompt.batch_size, token.batch_size) == (2, 2)
+    assert prompt.granularity == token.granularity == "blocks"
+    assert prompt.cluster is not None and token.cluster is None
+
+
+def test_the_second_profile_holds_the_cache(passes: tuple[Any, Profile, Profile]) -> None:
+    _, prompt, token = passes
+    before = {layer.name: layer.buffer_bytes for layer in prompt.layers}
+    cached = {
+        layer.name: layer.buffer_bytes - before[layer.name]
+        for layer in token.layers
+        if layer.buffer_bytes > before[layer.name]
+    }
+    # keys and values of 2 sequences, 2 heads, all tokens, 8 numbers each, in float32
+    size = 2 * (2 * 2 * CAPACITY * 8) * 4
+    assert cached == {f"model.layers.{number}": size for number in range(4)}
+
+
+def test_a_pass_of_one_token_sends_what_one_token_makes(
+    passes: tuple[Any, Profile, Profile],
+) -> None:
+    first, later = (
+        next(edge.bytes for edge in one.edges if edge.source == "model.layers.1")
+        for one in passes[1:]
+    )
+    assert first == 7 * later
+
+
+def test_a_measured_model_is_left_unchanged(passes: tuple[Any, Profile, Profile]) -> None:
+    model = passes[0]
+    assert not [name for name, _ in model.named_buffers() if "placer" in name]
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_the_cache_leaves_the_model_after_an_error() -> None:
+    model = _model("llama")
+    before = [name for name, _ in model.named_buffers()]
+    attention = keys_and_values(model, 1, REMEDY)
+    with pytest.raises(RuntimeError, match="ours"), filled_cache(model, attention, CAPACITY, 7):
+        assert len([*model.named_buffers()]) == len(before) + 8
+        raise RuntimeError("ours")
+    assert [name for name, _ in model.named_buffers()] == before
+
+
+class _Stateful(nn.Module):
+    """A model with a configuration of transformers, and without a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = MAKERS["llama"]().config
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
+        return self.linear(input_ids.to(torch.float32).expand(-1, 2))
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"_Stateful returns no past_key_values.*another objective"
+    ):
+        keys_and_values(_Stateful(), 1, REMEDY)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "message"),
+    [
+        (lambda: nn.Linear(2, 2), None, "Linear is not a model of transformers"),
+        (MAKERS["t5"], None, "T5ForConditionalGeneration is an encoder-decoder"),
+        (MAKERS["llama"], torch.zeros(1, 5).long(), "has 5 tokens, and prompt_tokens is 7"),
+        (MAKERS["llama"], {"inputs_embeds": torch.zeros(1, 7, 8)}, "has inputs_embeds"),
+        (MAKERS["llama"], torch.zeros(7).long(), r"input_ids of shape \[sequences, tokens\]"),
+    ],
+)
+def test_inputs_are_refused_that_are_no_prompt(make: Any, inputs: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        prompt_inputs(make(), inputs, ASKED)
+
+
+def test_ids_and_a_mask_are_taken_in_each_form() -> None:
+    model, ids = _model("llama"), _ids()
+    mask = torch.ones_like(ids)
+    assert prompt_inputs(model, ids, ASKED).keys() == {"input_ids"}
+    assert prompt_inputs(model, (ids, mask), ASKED)["attention_mask"] is mask
+    assert prompt_inputs(model, {"input_ids": ids}, ASKED)["input_ids"] is ids
+    assert prompt_inputs(model, None, ASKED)["input_ids"].shape == (1, 7)
