@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from placer.estimator.estimate import estimate
     from placer.evaluation.evaluate import evaluate
     from placer.executor.dataflow import DataFlow
+    from placer.pretrained.from_pretrained import from_pretrained
+    from placer.pretrained.pretrained import Pretrained
     from placer.profiler.merge import merge_profiles
     from placer.profiler.profile import profile
     from placer.profiler.remote.gather import gather_profile
@@ -80,6 +82,7 @@ __all__ = [
     "PlacementError",
     "PlacementRequest",
     "PlacerError",
+    "Pretrained",
     "Profile",
     "ProfileError",
     "ProfileOptions",
@@ -97,6 +100,7 @@ __all__ = [
     "distributed",
     "estimate",
     "evaluate",
+    "from_pretrained",
     "gather_profile",
     "load",
     "merge_profiles",
@@ -124,6 +128,7 @@ _HOMES = {
     "GenerationOptions": "placer.schema",
     "Placement": "placer.schema",
     "PlacementRequest": "placer.schema",
+    "Pretrained": "placer.pretrained.pretrained",
     "Profile": "placer.schema",
     "ProfileOptions": "placer.schema",
     "RefineOptions": "placer.schema",
@@ -133,6 +138,7 @@ _HOMES = {
     "capture_graph": "placer.capture.capture",
     "estimate": "placer.estimator.estimate",
     "evaluate": "placer.evaluation.evaluate",
+    "from_pretrained": "placer.pretrained.from_pretrained",
     "gather_profile": "placer.profiler.remote.gather",
     "load": "placer.checkpoints.load",
     "merge_profiles": "placer.profiler.merge",

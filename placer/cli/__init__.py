@@ -4,6 +4,7 @@ command.py          all commands, and errors as exit codes with the line of the 
 profiling.py        profile, of several files and hosts too
 solving.py          solve, suggest
 estimating.py       estimate
+running.py          run
 measuring.py        measure, refine
 showing.py          show, compare
 other_engines.py    export, evaluate

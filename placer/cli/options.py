@@ -113,8 +113,8 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Measured(Example):
-    """An example, and the devices to measure it on."""
+class Places:
+    """The devices to place on, and their memory."""
 
     devices: Annotated[
         str | None,
@@ -131,6 +131,11 @@ class Measured(Example):
         with extra("torch"):
             from placer.devices import resolve
         return [str(device) for device in resolve(device_list(self.devices))]
+
+
+@dataclass(frozen=True)
+class Measured(Places, Example):
+    """An example, and the devices to measure it on."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from placer.errors import InputError, MissingExtraError
 from placer.estimator.meta_models import made_on_meta
 
 CONFIG = "config.json"
+WEIGHTS_ALONE = "name the safetensors files for an estimate of the weights alone"
 DEFAULT_TOKENS = 1024
 """Length of the default input in tokens, where the model allows so many."""
 
@@ -29,8 +31,12 @@ def is_checkpoint(path: Path) -> bool:
     return (path / CONFIG).is_file() if path.is_dir() else path.name.endswith(".json")
 
 
-def read_config(path: Path) -> Any:
+def read_config(path: Path, otherwise: str = WEIGHTS_ALONE) -> Any:
     """Return the configuration of transformers in a folder or a file.
+
+    Args:
+        path: the folder or file.
+        otherwise: what to do without a configuration that can be read, for messages.
 
     Raises:
         InputError: it is not such a configuration, or it needs code from elsewhere.
@@ -43,15 +49,14 @@ def read_config(path: Path) -> Any:
         raise InputError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise InputError(
-            f"{file} has no model_type, so it is not a configuration of transformers; for its"
-            " weights alone, name the safetensors files"
+            f"{file} has no model_type, so it is not a configuration of transformers; {otherwise}"
         )
     if content.get("quantization_config"):
         raise InputError(
-            f"{file} describes quantised weights, whose layers are not known without them; name the"
-            " safetensors files for an estimate of the weights alone"
+            f"{file} describes quantised weights, whose layers are not known without them;"
+            f" {otherwise}"
         )
-    library = _transformers()
+    library = transformers_library()
     try:
         return library.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
     except Exception as error:  # whatever transformers raises about a configuration
@@ -60,17 +65,22 @@ def read_config(path: Path) -> Any:
         ) from error
 
 
-def model_of(config: Any, dtype: torch.dtype | None) -> nn.Module:
+def model_of(
+    config: Any,
+    dtype: torch.dtype | None,
+    made: Callable[[Callable[[], Any]], Any] = made_on_meta,
+) -> nn.Module:
     """Return the model that a configuration describes, on ``meta``.
 
     Args:
         config: of transformers.
         dtype: of the parameters; None for the configuration's own, or else float32.
+        made: calls a function that makes a model, and decides what is on ``meta``.
 
     Raises:
         InputError: transformers cannot make the model.
     """
-    library = _transformers()
+    library = transformers_library()
     kind = dtype or _own_dtype(config) or torch.float32
 
     def make() -> Any:
@@ -81,7 +91,7 @@ def model_of(config: Any, dtype: torch.dtype | None) -> nn.Module:
         return library.AutoModel.from_config(config, dtype=kind)
 
     try:
-        model = made_on_meta(make)
+        model = made(make)
     except Exception as error:  # whatever transformers raises about a model
         names = getattr(config, "architectures", None) or [config.model_type]
         raise InputError(
@@ -117,7 +127,7 @@ def default_inputs(
             f"{type(model).__name__} reads {main!r}, whose shape is unknown; give the inputs, as in"
             f" --input {main}=1x80x3000"
         )
-    size = tuple(shape) if shape else (1, _length(config, tokens))
+    size = tuple(shape) if shape else (1, _length(model, tokens))
     ids = torch.zeros(size, dtype=torch.int64, device="meta")
     inputs = {main: ids}
     if getattr(config, "is_encoder_decoder", False):
@@ -128,12 +138,47 @@ def default_inputs(
     return inputs
 
 
-def _transformers() -> Any:
+@contextmanager
+def without_cache(module: nn.Module) -> Iterator[None]:
+    """Let a model of transformers return no keys and values inside the block.
+
+    ``kv_cache.cache_bytes`` counts them.
+    """
+    config = getattr(module, "config", None)
+    before = getattr(config, "use_cache", None)
+    if not isinstance(before, bool) or not hasattr(config, "get_text_config"):
+        yield
+        return
+    assert config is not None  # it has the attribute
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = before
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """Return the length of the longest text that a model's configuration allows; None if unknown.
+
+    Args:
+        model: a model of transformers.
+    """
+    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    known = (getattr(text, name, None) for name in _LENGTHS)
+    return min((one for one in known if isinstance(one, int) and one > 0), default=None)
+
+
+def transformers_library() -> Any:
+    """Return the package transformers.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         import transformers
     except ImportError as error:
         raise MissingExtraError(
-            "an estimate of a configuration or checkpoint needs transformers: pip install"
+            "a configuration or checkpoint of transformers needs transformers: pip install"
             f" 'torch-placer[transformers]' ({_first_line(error)})"
         ) from error
     return transformers
@@ -151,11 +196,9 @@ def _own_dtype(config: Any) -> torch.dtype | None:
     return None
 
 
-def _length(config: Any, tokens: int | None) -> int:
-    text = config.get_text_config()
-    known = [getattr(text, name, None) for name in _LENGTHS]
-    limits = [one for one in (*known, tokens) if isinstance(one, int) and one > 0]
-    return min(DEFAULT_TOKENS, *limits) if limits else DEFAULT_TOKENS
+def _length(model: nn.Module, tokens: int | None) -> int:
+    limits = (most_tokens(model), tokens)
+    return min(DEFAULT_TOKENS, *(one for one in limits if one is not None and one > 0))
 
 
 def _image_size(config: Any) -> tuple[int, int]:

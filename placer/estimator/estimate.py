@@ -7,8 +7,7 @@ safetensors header ──▶ weights alone ──▶                            
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,13 @@ from placer.errors import InputError
 from placer.estimator import checkpoints, kv_cache, weight_files
 from placer.estimator.device_sizes import cluster_of, sized_cluster
 from placer.estimator.fake_profile import estimated_profile
-from placer.estimator.memory_search import Asked, Estimated, SmallerBatches, estimated
+from placer.estimator.memory_search import (
+    Asked,
+    Estimated,
+    ShorterTexts,
+    SmallerBatches,
+    estimated,
+)
 from placer.estimator.meta_models import cast, meta_copy
 from placer.profiler import profile_inputs
 from placer.profiler.loss_measurement import given_loss
@@ -192,12 +197,16 @@ def _of_module(subject: _Subject, cluster: Cluster | None, how: EstimateOptions)
             target=target,
             batch_options=how.batch_options,
         )
-        with _uncached(module):
+        with checkpoints.without_cache(module):
             profile = estimated_profile(module, given, devices, measuring, training=how.training)
-        return profile, _cache(module, profile, given, how)
+        return profile, _cache(module, profile, given, how.generate)
 
     profile, cache = profile_of(inputs, how.target)
-    found = estimated(profile, cluster, _asked(how, cache), _smaller(subject, how, profile_of))
+    shorter = how.generate and ShorterTexts(
+        how.generate, lambda tokens: _cache(module, profile, inputs, tokens)
+    )
+    smaller = _smaller(subject, how, profile_of)
+    found = estimated(profile, cluster, _asked(how, cache), smaller, shorter or None)
     notes = list(found.notes)
     if how.training and how.loss_fn is None:
         notes.append("a loss outside the model's forward method is left out")
@@ -238,10 +247,8 @@ def _target(how: EstimateOptions, samples: int, size: int) -> Any:
     return smaller.structure.unflatten(smaller.target)
 
 
-def _cache(
-    module: nn.Module, profile: Profile, inputs: Any, how: EstimateOptions
-) -> dict[str, int]:
-    if how.generate is None:
+def _cache(module: nn.Module, profile: Profile, inputs: Any, tokens: int | None) -> dict[str, int]:
+    if tokens is None:
         return {}
     lengths = [
         leaf.shape[1]
@@ -252,25 +259,9 @@ def _cache(
         module,
         [layer.name for layer in profile.layers],
         profile.batch_size,
-        how.generate,
+        tokens,
         max(lengths, default=1),
     )
-
-
-@contextmanager
-def _uncached(module: nn.Module) -> Iterator[None]:
-    """Let models of transformers return no cache: it counts by itself, with ``generate``."""
-    config = getattr(module, "config", None)
-    before = getattr(config, "use_cache", None)
-    if not isinstance(before, bool) or not hasattr(config, "get_text_config"):
-        yield
-        return
-    assert config is not None  # it has the attribute
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = before
 
 
 def _tensors(inputs: Any) -> list[Tensor]:

@@ -78,7 +78,12 @@ def _holds_tokens(part: Any) -> TypeGuard[Tensor]:
 
 
 def cache_bytes(
-    model: nn.Module, layers: Sequence[str], samples: int, tokens: int, source_tokens: int = 1
+    model: nn.Module,
+    layers: Sequence[str],
+    samples: int,
+    tokens: int,
+    source_tokens: int = 1,
+    remedy: str = "leave generate out",
 ) -> dict[str, int]:
     """Return the bytes of keys and values by layer.
 
@@ -88,6 +93,7 @@ def cache_bytes(
         samples: texts that are generated together.
         tokens: tokens of each text, prompt included.
         source_tokens: tokens that the encoder of an encoder-decoder reads.
+        remedy: what the caller can do, for messages.
 
     Raises:
         InputError: the model has no cache, or it is unknown which module fills it.
@@ -95,10 +101,10 @@ def cache_bytes(
     if not is_of_transformers(model):
         raise InputError(
             f"generate is {tokens}, but {type(model).__name__} is not a model of transformers,"
-            " whose cache could be estimated; leave generate out"
+            f" whose cache could be estimated; {remedy}"
         )
     found: dict[str, int] = {}
-    for filled in cache_layers(model, samples, tokens, source_tokens, "leave generate out"):
+    for filled in cache_layers(model, samples, tokens, source_tokens, remedy):
         layer = layer_of(filled.module, layers)
         size = filled.factor * _tensor_bytes(filled.content)
         found[layer] = found.get(layer, 0) + size

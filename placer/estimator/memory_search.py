@@ -42,7 +42,7 @@ from placer.schema import (
 )
 from placer.schema.base import LARGEST_BYTES, MAX_DEVICES
 from placer.solver.solve import solve
-from placer.utils.units import devices_text, needed_text, number_text, size_text
+from placer.utils.units import count_text, devices_text, needed_text, number_text, size_text
 
 CARDS_BYTES = (24 * 2**30, 48 * 2**30, 80 * 2**30)
 """Memory of common cards, which are asked for if no devices are given."""
@@ -82,6 +82,18 @@ class SmallerBatches(NamedTuple):
     estimated: Callable[[int], Estimated]
 
 
+class ShorterTexts(NamedTuple):
+    """Texts with fewer tokens, whose caches are estimated when they are needed.
+
+    Attributes:
+        tokens: the number that does not fit.
+        cached: returns the bytes of keys and values by layer, for a number of tokens.
+    """
+
+    tokens: int
+    cached: Callable[[int], dict[str, int]]
+
+
 @dataclass(frozen=True)
 class Asked:
     """The assumptions of an estimate.
@@ -104,7 +116,11 @@ class Asked:
 
 
 def estimated(
-    profile: Profile, cluster: Cluster | None, asked: Asked, smaller: SmallerBatches | None = None
+    profile: Profile,
+    cluster: Cluster | None,
+    asked: Asked,
+    smaller: SmallerBatches | None = None,
+    shorter: ShorterTexts | None = None,
 ) -> Estimate:
     """Return the estimate of a profile's memory on devices.
 
@@ -113,6 +129,7 @@ def estimated(
         cluster: the devices; None for one device without a limit.
         asked: the assumptions.
         smaller: smaller micro-batches to try; None for no others.
+        shorter: shorter texts to try; None for no others.
 
     Raises:
         InputError: the figures are too large to add up.
@@ -125,7 +142,7 @@ def estimated(
     if cluster is None:
         cards = tuple(search.cards())
     elif fits is False:
-        changes = tuple(search.changes(smaller))
+        changes = tuple(search.changes(smaller, shorter))
     if search.ran_out:
         notes.append(
             f"the time limit of {asked.time_limit_s:g} s ended before everything was solved; a"
@@ -163,7 +180,8 @@ class MemorySearch:
     """
 
     def __init__(self, profile: Profile, cluster: Cluster | None, asked: Asked) -> None:
-        self._profile = with_cache(_untimed(profile), asked.cache_bytes)
+        self._uncached = _untimed(profile)
+        self._profile = with_cache(self._uncached, asked.cache_bytes)
         self._unlimited = cluster is None
         self._cluster = _untyped(cluster or sized_cluster([LARGEST_BYTES], 0))
         self._asked = asked
@@ -229,14 +247,20 @@ class MemorySearch:
             if count == 1:
                 return
 
-    def changes(self, smaller: SmallerBatches | None) -> Iterator[Change]:
+    def changes(
+        self, smaller: SmallerBatches | None, shorter: ShorterTexts | None = None
+    ) -> Iterator[Change]:
         """Yield the smallest changes with which the model fits, each alone.
 
         A smaller micro-batch is combined with recomputation where neither suffices alone.
 
         Args:
             smaller: smaller micro-batches to try; None for no others.
+            shorter: shorter texts to try; None for no others.
         """
+        texts = None if shorter is None else self._shorter_texts(shorter)
+        if texts is not None:
+            yield texts
         batch = self._smaller_batch(smaller, self._asked.recompute)
         if batch is not None:
             yield batch
@@ -279,6 +303,27 @@ class MemorySearch:
         if found.recompute:
             text += f", and recompute on {_names(found.recompute)}"
         return self._change("batch-size", text, found, self._cluster, profile.batch_size, chunks)
+
+    def _shorter_texts(self, texts: ShorterTexts) -> Change | None:
+        """Return the longest shorter texts that fit, within a fiftieth of their length."""
+        without = self._solved(self._cluster, profile=self._uncached)
+        if without is None or not without.layer_devices:
+            return None  # no text is short enough; this saves the estimates of their caches
+        best: tuple[int, Placement] | None = None
+        low, high = 0, texts.tokens  # as far as is known, ``low`` fits and ``high`` does not
+        while high - low > 1 + low // 50 and not self._over():
+            middle = (low + high) // 2
+            profile = with_cache(self._uncached, texts.cached(middle))
+            found = self._solved(self._cluster, profile=profile)
+            if found is not None and found.layer_devices:
+                best, low = (middle, found), middle
+            else:
+                high = middle
+        if best is None:
+            return None
+        tokens, found = best
+        text = f"texts of {count_text(tokens, 'token')} instead of {texts.tokens}"
+        return self._change("context", text, found, self._cluster)
 
     def _fits_without_samples(self, recompute: Recompute | dict[str, Recompute]) -> bool:
         """Return whether parameters and their state fit: otherwise no micro-batch is small enough.

@@ -22,7 +22,7 @@ from placer.schema.cluster import Cluster
 from placer.schema.graph import Graph, Optimizer
 from placer.schema.placement import MemoryUse
 
-ChangeKind = Literal["batch-size", "recompute", "devices", "memory"]
+ChangeKind = Literal["batch-size", "recompute", "devices", "memory", "context"]
 
 
 class DeviceEstimate(Wire):
@@ -56,8 +56,8 @@ class Change(Wire):
     """A smallest change with which the model fits, found by solving.
 
     Attributes:
-        kind: what changes: the micro-batch size, recomputation, the number of devices, or the
-            memory of devices.
+        kind: what changes: the micro-batch size, recomputation, the number of devices, the memory
+            of devices, or the length of the texts in the cache.
         change: as text: ``micro-batches of 2 samples instead of 8``.
         batch_size: samples in a micro-batch.
         chunks: micro-batches in a batch.

@@ -196,6 +196,16 @@ def test_the_cache_is_what_transformers_allocates(checkpoint: Path) -> None:
     assert real == 2 * 2 * 8 * 2 * 20 * 3
 
 
+def test_shorter_texts_are_offered_where_the_cache_is_too_large(checkpoint: Path) -> None:
+    def on(devices: str, tokens: int) -> Estimate:
+        return placer.estimate(checkpoint, (1, 8), devices, generate=tokens, reserve_bytes=0)
+
+    half = on("1GiB", 64).fullest.total_bytes
+    (shorter,) = [one for one in on(f"{half}B", 128).changes if one.kind == "context"]
+    # as exact as a fiftieth of the length
+    assert shorter.change in {f"texts of {count} tokens instead of 128" for count in (63, 64)}
+
+
 def test_the_callers_configuration_stays_as_it_is(checkpoint: Path) -> None:
     model = transformers().LlamaForCausalLM.from_pretrained(checkpoint)
     assert model.config.use_cache

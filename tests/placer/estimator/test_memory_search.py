@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
 import pytest
 
 from placer.estimator.device_sizes import cluster_of
-from placer.estimator.memory_search import Asked, SmallerBatches, estimated
+from placer.estimator.memory_search import Asked, ShorterTexts, SmallerBatches, estimated
 from placer.schema import Change, Edge, Estimate, Layer, Profile
 
 ASKED = Asked(
@@ -128,6 +129,33 @@ def test_the_smallest_number_of_further_devices_is_solved() -> None:
     assert found.devices == 7
     assert on("7x150", profile).fits
     assert on("6x150", profile).fits is False
+
+
+def test_the_longest_shorter_texts_that_fit_are_solved() -> None:
+    def cached(tokens: int) -> dict[str, int]:
+        return {"l0": 10 * tokens}
+
+    def with_texts(tokens: int) -> Estimate:
+        asked = replace(ASKED, cache_bytes=cached(tokens))
+        devices = cluster_of("1x250", 0)
+        return estimated(chain([40, 60]), devices, asked, shorter=ShorterTexts(tokens, cached))
+
+    found = with_texts(40)
+    assert change(found, "context").change == "texts of 15 tokens instead of 40"
+    assert with_texts(15).fits
+    assert with_texts(16).fits is False
+
+
+def test_no_text_is_offered_where_the_weights_alone_do_not_fit() -> None:
+    def cached(tokens: int) -> dict[str, int]:
+        raise AssertionError("no cache needs an estimate")
+
+    asked = replace(ASKED, cache_bytes={"l0": 10})
+    found = estimated(
+        chain([300, 60]), cluster_of("1x250", 0), asked, shorter=ShorterTexts(1, cached)
+    )
+    assert found.fits is False
+    assert "context" not in {one.kind for one in found.changes}
 
 
 def test_no_number_of_devices_is_offered_where_one_layer_alone_is_too_large() -> None:

@@ -1,0 +1,106 @@
+"""``placer run``: place a checkpoint of transformers, and let it continue a text."""
+
+from __future__ import annotations
+
+import json as jsons
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from placer.cli.option_fields import Words, expanded
+from placer.cli.options import Places, limits
+from placer.cli.terminal import err, profiling_log, users_code
+from placer.schema import SuggestOptions
+from placer.utils.units import count_text
+
+if TYPE_CHECKING:
+    from placer.pretrained.pretrained import Pretrained
+
+OPTIONS = frozenset({"cache", "time_limit_s"})
+"""The options of ``suggest`` that ``run`` has."""
+
+
+@expanded(SuggestOptions, leave_out=frozenset(SuggestOptions.model_fields) - OPTIONS)
+def run(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="a checkpoint folder of transformers, or the name of a model"
+        ),
+    ],
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT|-", help="the text to continue; - for stdin")
+    ],
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="maximum length of the new text; by default the whole context"
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="the prompt is a user's message in a chat")
+    ] = False,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="longest text in tokens, prompt included, whose keys and values have memory; by"
+            " default 4096 or the model's maximum",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="of the parameters, as bfloat16; by default as in the configuration"),
+    ] = None,
+    *,
+    places: Places,
+    words: Words[SuggestOptions],
+    json: Annotated[
+        bool, typer.Option("--json", help="print the text, the speed and the placement as JSON")
+    ] = False,
+) -> None:
+    """Place a checkpoint on the devices, and print the text with which it continues a prompt.
+
+    The first run measures the model's layers; later runs find the measurements in the cache. The
+    last line, on stderr, tells the speed.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    llm = _placed(path, places, words, context=context, dtype=dtype)
+    given: Any = [{"role": "user", "content": text}] if chat else text
+    stream = llm.stream_text(given, max_new_tokens)
+    pieces = []
+    for piece in stream:
+        pieces.append(piece)
+        if not json:
+            print(piece, end="", flush=True)
+    if json:
+        answer = {
+            "text": "".join(pieces),
+            "tokens": stream.tokens,
+            "first_token_s": stream.first_token_s,
+            "tokens_per_s": stream.tokens_per_s,
+            "layer_devices": llm.placement.layer_devices,
+        }
+        print(jsons.dumps(answer, indent=1))
+    else:
+        print()
+    err.print(
+        f"{count_text(stream.tokens, 'token')}, the first after {stream.first_token_s:.2f} s,"
+        f" then {stream.tokens_per_s:.1f} tokens/s",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@users_code()
+def _placed(path: str, places: Places, words: Words[SuggestOptions], **given: Any) -> Pretrained:
+    names = places.names()
+    usable: dict[Any, int] = {**limits(names, places.memory)}
+    from placer.pretrained.from_pretrained import from_pretrained
+
+    with profiling_log():
+        return from_pretrained(
+            path, devices=names, memory_bytes=usable or None, options=words.read(names), **given
+        )

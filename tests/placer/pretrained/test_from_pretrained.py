@@ -1,0 +1,247 @@
+"""``from_pretrained``: from a checkpoint folder to the unsplit model's tokens on two devices."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generating_models import MAKERS
+from model_list import transformers
+from pretrained_folders import saved
+
+import placer
+from placer.errors import InfeasibleError, InputError, MissingExtraError
+from placer.estimator import checkpoints
+from placer.pretrained.checkpoint_folder import checkpoint_folder
+from placer.testing import logical_devices
+
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": 12,
+    "min_new_tokens": 12,
+    "do_sample": False,
+    "pad_token_id": 0,
+}
+REST = pytest.mark.exhaustive
+SPLIT = placer.Constraints(min_devices=2)
+
+
+@pytest.fixture
+def two_devices() -> Iterator[None]:
+    """Stand-ins that refuse operations on tensors of two devices."""
+    with logical_devices(2):
+        yield
+
+
+def placed(path: Any, **options: Any) -> Any:
+    given = {"context": 64, "repeats": 1, "devices": ["cpu:0", "cpu:1"], **options}
+    return placer.from_pretrained(path, **given)
+
+
+def unsplit(name: str, folder: Path, ids: torch.Tensor) -> list[list[int]]:
+    """Return the tokens that transformers generates with the same checkpoint."""
+    model: Any = type(MAKERS[name]()).from_pretrained(folder, dtype=torch.float32)  # type: ignore[attr-defined]
+    found: list[list[int]] = model.eval().generate(ids, **GREEDY).tolist()
+    return found
+
+
+def cache_bytes_per_token(folder: Path) -> int:
+    """Return the bytes of keys and values of a token in float32, by the configuration."""
+    config = json.loads((folder / "config.json").read_text())
+    size = config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * size * 4)
+
+
+def bert_in(folder: Path) -> Path:
+    """Save an encoder that generates nothing, without a tokenizer."""
+    library = transformers()
+    config = library.BertConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    library.BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def bert_from(folder: Path) -> Any:
+    return transformers().BertForSequenceClassification.from_pretrained(folder).eval()
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", *(pytest.param(one, marks=REST) for one in ("mixtral", "t5"))]
+)
+def test_a_checkpoint_on_two_devices_generates_the_unsplit_models_tokens(
+    name: str, tmp_path: Path
+) -> None:
+    folder = saved(name, tmp_path)
+    llm = placed(folder, batch_size=2, constraints=SPLIT)
+    assert len(set(llm.placement.layer_devices.values())) == 2
+    ids = torch.randint(3, 50, (2, 7))
+    assert llm.generate(ids, **GREEDY).tolist() == unsplit(name, folder, ids)
+
+
+def test_the_second_call_takes_every_measurement_from_the_cache(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    placed(llama)
+    with caplog.at_level(logging.INFO, "placer.profiler"):
+        placed(llama)
+    assert re.search(r" 0 layers were measured, [1-9]\d* taken from the cache$", caplog.text, re.M)
+
+
+def test_the_placement_has_memory_for_keys_and_values_of_the_context(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "DEFAULT_TOKENS", 16)  # of both profiles
+
+    def buffers(context: int) -> int:
+        found = placed(llama, context=context).placement
+        return sum(device.memory.buffer_bytes for device in found.devices)
+
+    assert buffers(96) - buffers(32) == 64 * cache_bytes_per_token(llama)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "DEFAULT_TOKENS", 16)
+    fitting = placed(llama, devices=1, context=32).placement.devices[0].memory.total_bytes
+    with pytest.raises(InfeasibleError) as caught:
+        placed(
+            llama, devices=1, context=256, memory_bytes=fitting + 32 * cache_bytes_per_token(llama)
+        )
+    message = str(caught.value)
+    assert message.startswith("LlamaForCausalLM with texts of 256 tokens does not fit on one ")
+    assert "the fullest needs" in message
+    # 32 tokens and the memory of 32 more; within a fiftieth
+    shorter = message.partition("would fit: texts of ")[2]
+    assert shorter.startswith(("63 tokens instead of 256", "64 tokens instead of 256"))
+
+
+def test_memory_limits_spread_the_model_over_both_devices(llama: Path) -> None:
+    whole = placed(llama, devices=1).placement.devices[0].memory.total_bytes
+    llm = placed(llama, devices=2, memory_bytes=whole - 1)
+    assert {device.layers > 0 for device in llm.placement.devices} == {True}
+    assert all(device.memory.total_bytes < whole for device in llm.placement.devices)
+
+
+def test_weights_are_converted_to_the_dtype_that_was_asked_for(llama: Path) -> None:
+    llm = placed(llama, dtype="bfloat16")
+    assert {one.dtype for one in llm.model.parameters()} == {torch.bfloat16}
+    assert not any(one.requires_grad for one in llm.model.parameters())
+
+
+def test_a_prompt_that_is_longer_than_the_measured_one_passes_in_pieces(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "DEFAULT_TOKENS", 16)
+    llm = placed(llama)
+    lengths = []
+    llm.model.model.embed_tokens.register_forward_pre_hook(
+        lambda _, given: lengths.append(given[0].shape[1])
+    )
+    ids = torch.randint(3, 50, (1, 39))
+    assert llm.generate(ids, **GREEDY).tolist() == unsplit("llama", llama, ids)
+    assert lengths[:3] == [16, 16, 7]
+
+
+def test_an_encoder_runs_as_a_flow_and_generates_nothing(tmp_path: Path) -> None:
+    bert = placed(bert_in(tmp_path), context=None, constraints=SPLIT)
+    ids = torch.randint(3, 50, (2, 7))
+    torch.testing.assert_close(bert.flow(ids).logits.cpu(), bert_from(tmp_path)(ids).logits)
+    assert bert.tokenizer is None and bert.context is None
+    with pytest.raises(InputError, match="BertForSequenceClassification generates no text"):
+        bert.generate(ids)
+    with pytest.raises(InputError, match="context is 8, but Bert"):
+        placer.from_pretrained(tmp_path, context=8)
+
+
+def test_a_model_name_is_resolved_like_transformers_does(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    entry = tmp_path / "models--tiny--llama"
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(llama, entry / "snapshots" / ("0" * 40))
+    assert checkpoint_folder("tiny/llama").samefile(entry / "snapshots" / ("0" * 40))
+    with pytest.raises(InputError, match="tiny/other is neither a folder nor a model"):
+        placed("tiny/other")
+
+
+def changed(llama: Path, folder: Path, **config: Any) -> Path:
+    """Return a copy of the checkpoint with changed fields of its configuration."""
+    shutil.copytree(llama, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": -1}, "context is -1; give a whole number from 1"),
+        ({"context": True}, "context is True"),
+        ({"context": 257}, "context is 257, but LlamaForCausalLM reads at most 256 tokens"),
+        ({"batch_size": 0}, "batch_size is 0; give a whole number from 1"),
+        ({"dtype": "int7"}, "dtype is 'int7'; give float32"),
+        ({"devices": []}, "devices is an empty list"),
+        ({"memory_bytes": -5}, "memory_bytes of cpu:0 is -5"),
+        ({"training": True}, "training is True, but from_pretrained places inference"),
+        ({"contxt": 5}, "from_pretrained has no argument 'contxt'"),
+    ],
+)
+def test_a_wrong_argument_is_named(llama: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        placed(llama, **options)
+
+
+def test_a_path_without_a_checkpoint_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no folder /no/such/folder"):
+        placed("/no/such/folder")
+    with pytest.raises(InputError, match="path is an int; give the path"):
+        placed(3)
+    with pytest.raises(InputError, match=r"is a file; give the folder"):
+        placed(llama / "config.json")
+    with pytest.raises(InputError, match=r"has no config\.json; give a folder as"):
+        placed(tmp_path)
+    weightless = changed(llama, tmp_path / "weightless")
+    (weightless / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="has no weights; download"):
+        placed(weightless)
+
+
+def test_an_architecture_that_cannot_be_made_is_named_with_the_way_around(
+    llama: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"quantised weights.*placer\.load\(model, placement"):
+        placed(changed(llama, tmp_path / "quantised", quantization_config={"quant_method": "gptq"}))
+    with pytest.raises(InputError, match=r"cannot read.*config\.json"):
+        placed(changed(llama, tmp_path / "unknown", model_type="unheard-of"))
+    library = transformers()
+    config = library.WhisperConfig(
+        d_model=12, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2
+    )
+    config.decoder_attention_heads = 2
+    config.architectures = ["WhisperForConditionalGeneration"]
+    whisper = changed(llama, tmp_path / "whisper")
+    config.save_pretrained(whisper)
+    with pytest.raises(InputError, match=r"WhisperFor.* reads 'input_features'.*placer\.load"):
+        placed(whisper)
+
+
+def test_without_transformers_the_error_names_the_extra(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'torch-placer\[transformers\]'"):
+        placed(llama)

@@ -1,0 +1,45 @@
+"""The programs and commands of the guide run with a small checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import Run
+from documentation import Block, blocks
+
+from placer.estimator import checkpoints
+
+GUIDE = "docs/guides/run.md"
+MOST_LINES = 9
+"""From a checkpoint folder to streamed text takes under ten lines."""
+
+
+def parts(kind: str) -> list[Block]:
+    return [block for block in blocks() if block.page == GUIDE and block.kind == kind]
+
+
+def test_the_guides_program_and_command_stream_text(
+    run: Run,
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "checkpoint").symlink_to(llama)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoints, "DEFAULT_TOKENS", 64)  # as other tests of this folder measure
+    first, *others = parts("python")
+    assert len(first.text.splitlines()) <= MOST_LINES
+    names: dict[str, object] = {}
+    exec(compile(first.text, GUIDE, "exec"), names)
+    assert capsys.readouterr().out.strip()
+    for block in others:
+        exec(compile(block.text, GUIDE, "exec"), names)
+        assert capsys.readouterr().out.strip()
+    (command,) = (block for block in parts("sh") if block.text.startswith("placer run"))
+    answer = run(*shlex.split(command.text)[1:])
+    assert answer.code == 0 and answer.out.strip(), answer.err
+    assert "tokens/s" in answer.err.splitlines()[-1]
