@@ -253,9 +253,10 @@ def _placed(profiles: Sequence[Profile], count: int) -> Placement:
     asked = ours.question(profiles, count, SAMPLES)
     if cases.is_small():
         one = {"objective": "memory", "constraints": Constraints(max_devices=1)}
+        # all loads but one are empty
         alone = min(
-            solve(PlacementRequest(profile=found, **one)).devices[0].memory.total_bytes
-            for found in profiles
+            max(load.memory.total_bytes for load in solve(request).devices)
+            for request in (PlacementRequest(profile=found, **one) for found in profiles)
         )
         assert asked.cluster is not None
         limited = [
