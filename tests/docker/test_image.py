@@ -41,6 +41,7 @@ def test_placements_are_solved_with_what_stands_in_for_pandas():
         str(DOCKER / "without" / "pandas.py"),
         "optimal",
         "optimal",
+        "optimal",
         "infeasible",
     ], done.stderr
 

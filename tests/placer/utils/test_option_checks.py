@@ -66,7 +66,6 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
     "chunks": lambda number: _flow()(X, chunks=number),
     "in_flight": lambda number: _flow().stream([X], in_flight=number),
     "count": lambda number: logical_devices(number).__enter__(),
-    "memory_bytes": lambda number: placer.profile(nn.Linear(4, 4), X, memory_bytes=number),
     "batch_sizes": lambda number: placer.profile(nn.Linear(4, 4), X, batch_sizes=[number]),
     "SuggestOptions.batch_size": lambda number: placer.suggest(PROFILE, batch_size=number),
     "SolveOptions.time_limit_s": lambda number: placer.evaluate(PROFILE, {}, time_limit_s=number),
@@ -82,6 +81,12 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
 def test_a_text_or_a_flag_is_not_a_number(name: str, wrong: Any) -> None:
     with pytest.raises(InputError, match=name):
         NUMBERS[name](wrong)
+
+
+@pytest.mark.parametrize("wrong", [True, "2 bananas"])
+def test_a_memory_limit_is_a_number_or_a_size_with_a_unit(wrong: Any) -> None:
+    with pytest.raises(InputError, match=str(wrong)):
+        placer.profile(nn.Linear(4, 4), X, memory_bytes=wrong)
 
 
 def test_a_whole_number_may_be_written_as_a_float() -> None:
