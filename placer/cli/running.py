@@ -97,7 +97,7 @@ def run(
 @users_code()
 def _placed(path: str, places: Places, words: Words[SuggestOptions], **given: Any) -> Pretrained:
     names = places.names()
-    usable: dict[Any, int | str] = {**limits(names, places.memory)}
+    usable: dict[Any, int] = {**limits(names, places.memory)}
     from placer.pretrained.from_pretrained import from_pretrained
 
     with profiling_log():

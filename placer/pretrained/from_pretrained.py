@@ -54,7 +54,7 @@ def from_pretrained(
     context: int | None = None,
     batch_size: int = 1,
     dtype: Any = None,
-    memory_bytes: int | str | Mapping[DeviceLike, int | str] | None = None,
+    memory_bytes: int | Mapping[DeviceLike, int] | None = None,
     progress: bool = True,
     options: SuggestOptions | None = None,
     **fields: Any,
@@ -77,12 +77,11 @@ def from_pretrained(
             reserved; by default 4096, or the maximum of the model if that is smaller.
         batch_size: texts that are generated at the same time.
         dtype: of the parameters, as ``"bfloat16"``; by default the configuration's own.
-        memory_bytes: the memory that the model may use, in bytes or as ``"24GiB"``, of each device
-            or by device; by default all of it.
+        memory_bytes: the memory that the model may use, in bytes, of each device or by device; by
+            default all of it.
         progress: show progress on a terminal.
         options: what to solve and how to measure, as for ``suggest``; by default objective
-            ``latency`` and granularity ``blocks``. With objective ``generation``, its option
-            ``generation`` replaces ``context``.
+            ``latency`` and granularity ``blocks``.
         fields: single fields of ``options``, for short.
 
     Returns:
@@ -96,17 +95,14 @@ def from_pretrained(
     """
     asked = _asked(options, fields)
     _require_counts(context, batch_size)
-    if asked.generation is not None and context is not None:
-        raise InputError(f"context is {context}, but generation has the length; leave context out")
     kind = as_dtype(dtype)
     used = resolve(devices)
     folder = checkpoint_folder(path)
     if not has_weights(folder):
         raise InputError(f"{folder} has no weights; download its safetensors files")
     model = _made(folder, kind)
-    text = asked.generation
-    longest = _longest(model, context if text is None else text.prompt_tokens + text.new_tokens)
-    inputs = _inputs(model, longest if text is None else text.prompt_tokens, batch_size)
+    longest = _longest(model, context)
+    inputs = _inputs(model, longest, batch_size)
     server = os.environ.get("PLACER_URL")
     with checkpoints.without_cache(model):
         request = question(
@@ -123,8 +119,8 @@ def from_pretrained(
     placement = _placement(request, cached, longest, server)
     own: Any = model.dtype  # transformers' models have the attribute
     load(model, placement, folder, dtype=own, devices=used, progress=progress)
-    if longest is not None:
-        _limit_passes(model, longest, inputs)
+    if longest is not None and longest > _prompt_tokens(longest):
+        _limit_passes(model, _prompt_tokens(longest))
     flow = DataFlow(model, device_ids=used, inference_only=True)
     flow.update_flow(placement)
     return Pretrained(model, flow, placement, tokenizer_of(folder), longest)
@@ -219,16 +215,14 @@ def _inputs(model: nn.Module, context: int | None, batch_size: int) -> dict[str,
     }
 
 
-def _limit_passes(model: Any, longest: int, measured: Mapping[str, torch.Tensor]) -> None:
+def _limit_passes(model: Any, tokens: int) -> None:
     """Let prompts pass in pieces of the measured length, so that longer ones need no more memory.
 
     Args:
         model: that generates.
-        longest: tokens of the longest text.
-        measured: the inputs that were measured.
+        tokens: the measured length.
     """
-    tokens = measured["input_ids"].shape[1] if "input_ids" in measured else longest
-    if tokens < longest and not model.config.is_encoder_decoder:
+    if not model.config.is_encoder_decoder:
         model.generation_config.prefill_chunk_size = tokens
 
 
@@ -282,11 +276,8 @@ def _placement(
         SolveLimitError: no placement was found in time.
     """
     cache = {} if context is None else cached(context)
-    if request.objective != "generation":  # whose request counts keys and values itself
-        profile = with_cache(request.profile, cache)
-        found = answer(request.model_copy(update={"profile": profile}), server)
-    else:
-        found = answer(request, server)
+    profile = with_cache(request.profile, cache)
+    found = answer(request.model_copy(update={"profile": profile}), server)
     if found.status == "infeasible":
         reason = found.infeasible.text if found.infeasible else "no placement is possible"
         raise InfeasibleError(_missing(request, cache, cached, context) or reason)

@@ -132,19 +132,6 @@ def test_memory_limits_spread_the_model_over_both_devices(llama: Path) -> None:
     assert all(device.memory.total_bytes < whole for device in llm.placement.devices)
 
 
-def test_objective_generation_counts_its_own_texts(llama: Path) -> None:
-    text = placer.GenerationOptions(prompt_tokens=20, new_tokens=12)
-    llm = placed(llama, context=None, objective="generation", generation=text)
-    cached = sum(device.memory.cache_bytes for device in llm.placement.devices)
-    # a static cache has room for 64 tokens at least
-    assert (llm.context, cached) == (32, 64 * cache_bytes_per_token(llama))
-    assert sum(device.memory.buffer_bytes for device in llm.placement.devices) < cached
-    ids = torch.randint(3, 50, (1, 20))
-    assert llm.generate(ids, **GREEDY).tolist() == unsplit("llama", llama, ids)
-    with pytest.raises(InputError, match="generation has the length; leave context out"):
-        placed(llama, objective="generation", generation=text)
-
-
 def test_weights_are_converted_to_the_dtype_that_was_asked_for(llama: Path) -> None:
     llm = placed(llama, dtype="bfloat16")
     assert {one.dtype for one in llm.model.parameters()} == {torch.bfloat16}
