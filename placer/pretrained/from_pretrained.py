@@ -138,6 +138,11 @@ def _asked(options: SuggestOptions | None, fields: Mapping[str, Any]) -> Suggest
         raise InputError(
             f"{name} is True, but from_pretrained places inference on this machine; leave it out"
         )
+    if asked.objective == "generation":
+        raise InputError(
+            "objective is 'generation', which from_pretrained does not place; leave it out, or make"
+            " the model yourself, and call placer.suggest and placer.load"
+        )
     missing = {
         name: value for name, value in _DEFAULTS.items() if name not in asked.model_fields_set
     }

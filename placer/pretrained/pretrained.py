@@ -119,7 +119,8 @@ class Pretrained:
     def _new_tokens(self, length: int, wanted: int | None) -> int:
         """Return the maximum number of new tokens behind a prompt of this length."""
         assert self.context is not None
-        if wanted is not None and (not isinstance(wanted, int) or wanted < 1):
+        is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
+        if wanted is not None and (not is_number or wanted < 1):
             raise InputError(f"max_new_tokens is {wanted!r}; give a number from 1")
         if self.model.config.is_encoder_decoder:  # type: ignore[union-attr]
             length = 1  # the cache holds the decoder's tokens alone

@@ -196,6 +196,7 @@ def changed(llama: Path, folder: Path, **config: Any) -> Path:
         ({"dtype": "int7"}, "dtype is 'int7'; give float32"),
         ({"devices": []}, "devices is an empty list"),
         ({"memory_bytes": -5}, "memory_bytes of cpu:0 is -5"),
+        ({"objective": "generation"}, "objective is 'generation', which from_pretrained does not"),
         ({"training": True}, "training is True, but from_pretrained places inference"),
         ({"contxt": 5}, "from_pretrained has no argument 'contxt'"),
     ],

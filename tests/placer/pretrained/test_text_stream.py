@@ -103,6 +103,8 @@ def test_a_text_beyond_the_context_is_refused_at_once(llm: placer.Pretrained) ->
         llm.stream_text(PROMPT, max_new_tokens=61)
     with pytest.raises(InputError, match=r"text of 65 tokens, 64 of them in the prompt, "):
         llm.stream_text("w1 " * 64)
+    with pytest.raises(InputError, match="max_new_tokens is True; give a number from 1"):
+        llm.stream_text("w1", max_new_tokens=True)
     with pytest.raises(InputError, match="max_new_tokens is 0; give a number from 1"):
         llm.stream_text(PROMPT, max_new_tokens=0)
     with pytest.raises(InputError, match="prompt is '', which has no tokens"):
