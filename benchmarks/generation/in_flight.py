@@ -86,7 +86,7 @@ def rows(turns: int) -> Iterator[dict[str, Any]]:
     ]
     yield record.row(
         case,
-        "tokens in flight that are those of one group at a time",
+        "tokens in flight that equal the tokens of one group at a time",
         "%",
         100.0 * sum(same) / len(same),
     )

@@ -46,7 +46,7 @@ def test_several_groups_in_flight_have_the_tokens_of_one_at_a_time(
     monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setattr(module.record, "known", lambda name: [])
     values = {row["measure"]: row["value"] for row in module.run()}
-    assert values.pop("tokens in flight that are those of one group at a time") == 100.0
+    assert values.pop("tokens in flight that equal the tokens of one group at a time") == 100.0
     assert set(values) == {
         "tokens per second, several groups in flight",
         "several groups in flight, in tokens per second of one group at a time",

@@ -44,7 +44,7 @@ SPLIT = {"embed": "cpu:0", "block": "cpu:1", "head": "cpu:0"}
 def trained() -> Tied:
     torch.manual_seed(0)
     model = Tied()
-    model(torch.randint(0, 12, (9,)))  # so that the statistics differ from those of a new model
+    model(torch.randint(0, 12, (9,)))  # so that the statistics differ from a new model's
     return model.eval()
 
 

@@ -34,7 +34,7 @@ def cluster(count: int, memory_bytes: int = AMPLE) -> Cluster:
 def chain(
     draw: random.Random, scale: int, cache: bool, devices: Cluster | None, **fields: Any
 ) -> Profile:
-    """A chain whose times and values are ``scale`` times those of one token, about."""
+    """A chain whose times and values are about ``scale`` times as large as for one token."""
     layers = [
         Layer(
             name=name,
