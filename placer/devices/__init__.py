@@ -43,6 +43,7 @@ from placer.devices.names import (
 )
 from placer.devices.recording import (
     NotRecordable,
+    SideBranch,
     fitting_rooms,
     memory_pool,
     record,
@@ -134,6 +135,7 @@ __all__ = [
     "Repeated",
     "Rooms",
     "Shipment",
+    "SideBranch",
     "SideStreams",
     "addresses",
     "answering",
