@@ -283,7 +283,7 @@ def exchange_bytes(problem: Problem, held: Held, replicas: int) -> int:
     largest = total = 0
     for stage in stages:
         sizes = [problem.layers[layer].grad_bytes for layer in stage]
-        pieces = gradient_pieces(sizes)
+        pieces = gradient_pieces(sizes, [problem.crossing_bytes[layer] for layer in stage])
         largest = max([largest, *(sum(sizes[place] for place in one) for one in pieces)])
         total += sum(sizes)
     landing = LANDINGS * (replicas - 1) * largest

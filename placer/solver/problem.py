@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Self
 
 from placer.errors import InputError
+from placer.schedule import gradient_pieces
 from placer.schema import Device, Edge, Layer, Link, PlacementRequest, Recompute
 from placer.schema.base import LARGEST_BYTES, LONGEST_MS
 from placer.solver.components import closed_groups, strong_components
@@ -293,6 +294,16 @@ class Problem:
         return tuple(
             layer.weight_grad_workspace_bytes if self.weights_apart else 0 for layer in self.layers
         )
+
+    @cached_property
+    def crossing_bytes(self) -> tuple[int, ...]:
+        """The bytes of values that are made before a layer and read from it on, by layer."""
+        place = {layer.name: index for index, layer in enumerate(self.layers)}
+        values = (
+            (edge.bytes, place[edge.source], max(place[target] for target in edge.targets))
+            for edge in self.request.profile.edges
+        )
+        return tuple(gradient_pieces.crossing_bytes(values, len(self.layers)))
 
     @cached_property
     def step_bytes(self) -> tuple[int, ...]:

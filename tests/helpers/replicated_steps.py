@@ -10,7 +10,7 @@ from random import Random
 from every_step import Steps
 
 from placer.schedule import steady_state_ms, step_ms
-from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, PIECES
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, CROSSING_RATIO, PIECES
 from placer.schema import (
     Cluster,
     Constraints,
@@ -269,22 +269,40 @@ def part_of_optimizer(profile, count):
     return profile.model_copy(update={"layers": tuple(layers), "optimizer_workspace_ratio": share})
 
 
-def cut_evenly(layers):
-    """The layers in a few runs with gradients, each cut where it is nearest to an equal part."""
+def cut_evenly(profile, layers):
+    """The layers in a few runs with gradients, each cut where it is nearest to an equal part.
+
+    It is not cut where many bytes cross, or more than one layer's gradients too early.
+    """
     total = sum(one.grad_bytes for one in layers)
     if not total:
         return []
+    largest = max(one.grad_bytes for one in layers)
+    names = [one.name for one in profile.layers]
     cuts = []
     for number in range(1, PIECES):
         found = []
         for place in range(1, len(layers)):
             known = sorted({0, place, len(layers), *cuts})
             runs = [layers[a:b] for a, b in itertools.pairwise(known)]
-            if place not in cuts and all(any(one.grad_bytes for one in run) for run in runs):
-                before = sum(one.grad_bytes for one in layers[:place])
-                found.append((abs(before - total * number / PIECES), place))
+            made = set(names[: names.index(layers[place].name)])
+            crossing = sum(
+                edge.bytes
+                for edge in profile.edges
+                if edge.source in made and not made.issuperset(edge.targets)
+            )
+            before = sum(one.grad_bytes for one in layers[:place])
+            part = total / PIECES
+            if (
+                place not in cuts
+                and all(any(one.grad_bytes for one in run) for run in runs)
+                and crossing <= CROSSING_RATIO * part
+                and before + largest >= number * part
+            ):
+                apart = abs(before - number * part)
+                found.append((max(part / 4, apart), crossing, apart, place))
         if found:
-            cuts.append(min(found)[1])
+            cuts.append(min(found)[-1])
     ends = [0, *sorted(cuts), len(layers)]
     return [layers[a:b] for a, b in itertools.pairwise(ends)]
 
@@ -387,7 +405,7 @@ class ReplicatedSteps(Steps):
                         back, layer.weight_grad_ms.get(here, back / 2 if layer.grad_bytes else 0)
                     )
                     time -= half if found.split else back
-                for piece in cut_evenly(mine):
+                for piece in cut_evenly(self.request.profile, mine):
                     complete.append((ready[piece[0].name], sum(one.grad_bytes for one in piece)))
             lane = 0.0
             for ready_ms, size in sorted(complete):
@@ -402,7 +420,7 @@ class ReplicatedSteps(Steps):
         waited = 0.0
         for stage in stages:
             mine = [one for one in self.every.layers if stage_of[one.name] == stage]
-            for piece in cut_evenly(mine) or [mine]:
+            for piece in cut_evenly(self.request.profile, mine) or [mine]:
                 lane += self.exchange_ms(sum(one.grad_bytes for one in piece), adding=False)
                 waited += max(0.0, lane - clock)
                 clock = max(lane, clock)
@@ -419,7 +437,7 @@ def buffers(every, where, stage_of, device):
     """Bytes for the packed parameters of an owner, and for two pieces from each other replica."""
     stages = {stage_of[name] for name, place in where.items() if place == device}
     held = [[one for one in every.layers if stage_of[one.name] == stage] for stage in stages]
-    pieces = [piece for stage in held for piece in cut_evenly(stage)]
+    pieces = [piece for stage in held for piece in cut_evenly(every.request.profile, stage)]
     largest = max((sum(one.grad_bytes for one in piece) for piece in pieces), default=0)
     total = sum(one.grad_bytes for stage in held for one in stage)
     parts = every.replicas

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from placer.capture.layers import Layer, LayerGraph, tensor_bytes
+from placer.capture.layers import LayerGraph, tensor_bytes
 from placer.schedule import gradient_pieces
 
 
@@ -21,14 +21,14 @@ def piece_starts(graph: LayerGraph, places: Sequence[torch.device]) -> set[int]:
     """Return the numbers of the layers with which a piece begins within a stage.
 
     The pieces of a stage have about equally many bytes of gradients. Among borders that are about
-    as good, one that few values cross is taken.
+    as good, one that few bytes cross is taken.
 
     Args:
         graph: the layers.
         places: the device of each.
     """
     sizes = _gradient_bytes(graph)
-    crossing = _crossing(graph.layers, graph.outputs)
+    crossing = _crossing_bytes(graph)
     borders = [index for index, pair in enumerate(pairwise(places), 1) if pair[0] != pair[1]]
     return {
         first + start
@@ -48,15 +48,18 @@ def _gradient_bytes(graph: LayerGraph) -> list[int]:
     return sizes
 
 
-def _crossing(layers: Sequence[Layer], outputs: Sequence[str]) -> list[int]:
-    """Return by layer how many values that were made before it are still read."""
-    last_read = dict.fromkeys(outputs, len(layers))
-    for index, layer in enumerate(layers):
-        for name in layer.reads:
-            last_read[name] = max(last_read.get(name, 0), index)
-    made: list[str] = []
-    counts = []
-    for index, layer in enumerate(layers):
-        counts.append(sum(last_read.get(name, -1) >= index for name in made))
-        made += layer.writes
-    return counts
+def _crossing_bytes(graph: LayerGraph) -> list[int]:
+    """Return by layer the bytes of values that were made before it and are still read."""
+    made: dict[str, int] = {}
+    last_read: dict[str, int] = {}
+    for index, layer in enumerate(graph.layers):
+        made.update(dict.fromkeys(layer.writes, index))
+        last_read.update(dict.fromkeys(layer.reads, index))
+    return gradient_pieces.crossing_bytes(
+        (
+            (graph.values[name].bytes, made[name], last)
+            for name, last in last_read.items()
+            if name in made
+        ),
+        len(graph.layers),
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from placer.schedule.gradient_pieces import LANDINGS, gradient_pieces
@@ -19,6 +19,20 @@ Split = tuple[int, int]
 
 Flight = int | Mapping[str, int]
 """Micro-batches in flight on a device; or, by layer, at its segment."""
+
+
+def stage_pieces(request: PlacementRequest, layers: Sequence[Layer]) -> list[range]:
+    """Return the pieces of a stage by the positions of its layers."""
+    order = {layer.name: step for step, layer in enumerate(request.profile.layers)}
+    spans = [
+        (edge.bytes, order[edge.source], max(order[target] for target in edge.targets))
+        for edge in request.profile.edges
+    ]
+    crossing = [
+        sum(size for size, made, read in spans if made < order[layer.name] <= read)
+        for layer in layers
+    ]
+    return gradient_pieces([layer.grad_bytes for layer in layers], crossing)
 
 
 class Memory:
@@ -88,16 +102,16 @@ class Memory:
         if count == 1:
             return 0
         largest = run = 0
-        runs: dict[int, list[int]] = defaultdict(list)
+        runs: dict[int, list[Layer]] = defaultdict(list)
         before = -1
         for layer in self._layers[device]:
             place = self._order[layer.name]
             run += not self._contiguous and place != before + 1
             before = place
-            runs[run].append(layer.grad_bytes)
-        for sizes in runs.values():
-            for piece in gradient_pieces(sizes):
-                largest = max(largest, sum(sizes[place] for place in piece))
+            runs[run].append(layer)
+        for layers in runs.values():
+            for piece in stage_pieces(self._request, layers):
+                largest = max(largest, sum(layers[place].grad_bytes for place in piece))
         owned = sum(layer.grad_bytes for layer in self._layers[device]) + count - 1
         received = LANDINGS * (count - 1) * largest + count - 1
         return owned // count + received // count

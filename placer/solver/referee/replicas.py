@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, gradient_pieces
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.schema import (
     DeviceLoad,
     Edge,
@@ -24,6 +24,7 @@ from placer.schema import (
     Profile,
 )
 from placer.solver.referee.claims import equal, near, require
+from placer.solver.referee.memory import stage_pieces
 from placer.solver.referee.step import StepReading
 
 Rate = tuple[float, float]
@@ -335,7 +336,7 @@ def _pieces(
     kind = kinds[reading.device_of(stage)]
     layers = [layer for layer in request.profile.layers if reading.stage_of[layer.name] == stage]
     times = [reading.last_pass_ms(layer) for layer in layers]
-    ranges = gradient_pieces([layer.grad_bytes for layer in layers]) or [range(len(layers))]
+    ranges = stage_pieces(request, layers) or [range(len(layers))]
     return [
         _Piece(
             sum(layers[index].grad_bytes for index in piece),

@@ -145,7 +145,7 @@ def piece_tails(
             sum(pass_ms(layer) for layer in layers[: piece.start]),
             sum(sizes[place] for place in piece),
         )
-        for piece in gradient_pieces(sizes)
+        for piece in _pieces(problem, layers)
     ]
 
 
@@ -177,8 +177,16 @@ def piece_forwards(problem: Problem, layers: Sequence[int], device: int) -> list
             sum(sizes[place] for place in piece),
             sum(problem.layers[layers[place]].forward_ms[kind] for place in piece),
         )
-        for piece in reversed(gradient_pieces(sizes) or [range(len(layers))])
+        for piece in reversed(_pieces(problem, layers) or [range(len(layers))])
     ]
+
+
+def _pieces(problem: Problem, layers: Sequence[int]) -> list[range]:
+    """Return the pieces of a stage, whose layers are ascending."""
+    return gradient_pieces(
+        [problem.layers[layer].grad_bytes for layer in layers],
+        [problem.crossing_bytes[layer] for layer in layers],
+    )
 
 
 def with_exchanges(pipeline: Pipeline, found: dict[int, Exchange]) -> Pipeline:
