@@ -165,6 +165,10 @@ def _against(
     )
 
 
+LARGE_OVER_PEERS = 1.15
+"""Of FSDP2's speed, to reach for the model that no device holds."""
+
+
 def _large(samples: Sequence[Sample]) -> Iterator[Row]:
     """Yield rows of the model too large for one device, with FSDP2 and the fullest device."""
     for count in sorted({sample.beside for sample in samples}, reverse=True):
@@ -185,7 +189,10 @@ def _large_ours(case: str, ours: Sample, peers: Mapping[str, float]) -> Iterator
     yield row(case, "training step", "ms", rounded(step_ms), spread=spread, peers=shown)
     if peers:
         quickest_ms = min(peers.values())
-        options: dict[str, Any] = {"target": at_full_size(1.0), "smaller_is_better": False}
+        options: dict[str, Any] = {
+            "target": at_full_size(LARGE_OVER_PEERS),
+            "smaller_is_better": False,
+        }
         options["spread"] = spread_of(values["step_ms"], quickest_ms)
         yield row(
             case, "training step, over the best peer", "x", ratio(quickest_ms, step_ms), **options
