@@ -385,6 +385,8 @@ class TrainingPipeline:
             }
             stage = kind(part, reads[index], sent, mine, split, gather, self.weights.reach)
             stage.position, stage.pipelines = index, self.pipelines
+            if pipeline and self.recipe.compile is None:
+                stage.twin = self.stages[index]
             used = {name for step in part.steps for name in step.layer.state}
             stage.spread = {(pipeline, name) for name in spread & used}
             self.stages.append(stage)

@@ -111,6 +111,9 @@ class TrainingStage(Stage[TrainingSlot]):
         memories: by slot, the number of the memory in which its recorded input-gradient pass works,
             where weight gradients have a pass of their own; see ``Plan.backward_memory``. Each slot
             has its own if empty.
+        twin: a stage of another pipeline with the same layers, which is recorded before; it has
+            measured the memory of the passes. None without one.
+        rooms: the pieces of memory in which each recorded pass works.
         reuses: whether a backward pass may leave its results where the forward pass works, so that
             they must be read before the slot's next forward pass runs.
     """
@@ -140,6 +143,8 @@ class TrainingStage(Stage[TrainingSlot]):
         self.joined: dict[str, TrainingStage] = {}
         self.spread: Set[Hashable] = frozenset()
         self.memories: list[int] = []
+        self.twin: TrainingStage | None = None
+        self.rooms: Sequence[devices.Rooms] = ()
         self._made_of: dict[str, frozenset[Key]] = {}
         self._branch = devices.SideBranch(self.device)
         self._accumulation = Accumulation(
@@ -364,12 +369,30 @@ class TrainingStage(Stage[TrainingSlot]):
         shared = [slot for slot, pool in every if pools.count(pool) > 1]
         for slot in shared:
             slot.landing = self._landing(slot)
-        rooms = self._rooms(self.slots[0], len(shared) > 0)
+        known = self._rooms_of_twin()
+        self.rooms = self._rooms(self.slots[0], len(shared) > 0) if known is None else known
         for number, (slot, pool) in enumerate(every):
-            # The passes of the first slots are warm: rooms are measured on them. The tail's, of
-            # another shape, are not.
-            is_warm = number < len(self.slots)
-            self._recorded(slot, pool, rooms if is_warm else (), warm=is_warm)
+            # The passes of the first slots are warm: rooms are measured on them, or the first slot
+            # has warmed up. The tail's, of another shape, are not.
+            is_first = number < len(self.slots)
+            is_warm = is_first and (known is None or number > 0)
+            self._recorded(slot, pool, self.rooms if is_first else (), warm=is_warm)
+
+    def _rooms_of_twin(self) -> Sequence[devices.Rooms] | None:
+        """Return the pieces of memory of the stage's twin if both have the same passes."""
+        if self.twin is None or not self.twin.is_recorded or self._work != self.twin._work:
+            return None
+        return self.twin.rooms
+
+    @property
+    def _work(self) -> tuple[Any, ...]:
+        """What the memory of the passes depends on, besides the layers."""
+        slot = self.slots[0]
+        values = [
+            (value.shape, value.dtype) if isinstance(value, Tensor) else value
+            for value in (*slot.inputs.values(), *slot.targets)
+        ]
+        return devices.type_name(self.device), len(self.slots), len(self.tail), values
 
     def _backward_pools(self) -> list[Any]:
         """Return by slot, the tail's included, the memory in which its backward pass works.
