@@ -18,8 +18,10 @@ from placer.schema.base import (
     Schedule,
     Status,
     StepKind,
+    Tier,
     Wire,
     refuse_duplicates,
+    refuse_unknown,
 )
 from placer.schema.export import Export, Place, device_map
 from placer.schema.options import BatchOptions
@@ -30,7 +32,7 @@ class MemoryUse(Wire):
     """A device's memory at its peak, by kind, in bytes.
 
     Attributes:
-        param_bytes: parameters.
+        param_bytes: parameters; of those that rest elsewhere, the two buffers for them.
         grad_bytes: their gradients; where replicas share a stage, also the buffers of their
             exchange.
         optimizer_bytes: the optimizer's state.
@@ -76,6 +78,8 @@ class DeviceLoad(Wire):
         memory: by kind, at the peak.
         limit_bytes: the bytes that it may use.
         bottleneck: whether no device is busier.
+        resting_bytes: parameters of its layers that rest in the host's memory.
+        streaming_ms: time to copy these parameters to the device once, which each pass does.
     """
 
     device: Name
@@ -87,6 +91,8 @@ class DeviceLoad(Wire):
     memory: MemoryUse
     limit_bytes: Bytes
     bottleneck: bool = False
+    resting_bytes: Bytes = 0
+    streaming_ms: Milliseconds = 0.0
 
 
 class Replica(Wire):
@@ -315,6 +321,9 @@ class Placement(Wire):
             these, the device itself first. Their samples add up to ``batch_size``. The replicas at
             one position of all devices form a pipeline of their own. Empty if every layer is on
             one device.
+        resting: by layer, where its parameters rest between passes: ``host``, in the memory of its
+            device's host. A pass copies them to the device, into one of two buffers, while earlier
+            layers compute. The parameters of other layers stay on their device.
         granularity: of the profile; ``update_flow`` uses it.
         training: whether a training step was placed.
         optimizer: the optimizer whose memory was assumed; None without one.
@@ -335,7 +344,7 @@ class Placement(Wire):
             under other objectives.
         devices: the load of each device. Under the objective ``generation``, times are of a mean
             pass: the passes of a generation divided by their number.
-        single_device: the best single device.
+        single_device: the best single device, with all parameters in its memory.
         speedup: single_device.objective_value / objective_value, for times; None without a
             placement.
         tie_breaks: the secondary objectives, if the request asks for them.
@@ -347,7 +356,7 @@ class Placement(Wire):
         generation: further results of the objective ``generation``.
     """
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
     id: Annotated[str, StringConstraints(max_length=128)] = ""
     status: Status
     objective: Objective
@@ -360,6 +369,7 @@ class Placement(Wire):
     # the map
     layer_devices: dict[Name, Name] = {}
     replicas: dict[Name, tuple[Replica, ...]] = {}
+    resting: dict[Name, Tier] = {}
     granularity: int | str = "auto"
     # the assumptions under which it was solved
     training: bool = False
@@ -409,6 +419,18 @@ class Placement(Wire):
                     f"{count_text(samples, 'sample')} of each micro-batch, but batch_size is "
                     f"{self.batch_size}; give shares that add up to batch_size"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_resting(self) -> Self:
+        """Check that only parameters of placed layers rest, and only in inference."""
+        refuse_unknown("resting", self.resting, self.layer_devices)
+        if self.resting and (self.training or self.replicas):
+            kind = "training" if self.training else "replicas"
+            raise ValueError(
+                f"resting: parameters of {count_text(len(self.resting), 'layer')} rest on the "
+                f"host, which a placement with {kind} does not support; leave resting out"
+            )
         return self
 
     def to_json(self) -> str:
