@@ -41,6 +41,7 @@ from placer.devices.names import (
     synchronise,
     type_name,
 )
+from placer.devices.pinned_memory import PinnedBlocks, aligned_bytes, views
 from placer.devices.recording import (
     NotRecordable,
     fitting_rooms,
@@ -130,12 +131,14 @@ __all__ = [
     "NoStreamsError",
     "NotRecordable",
     "Onlooker",
+    "PinnedBlocks",
     "Registry",
     "Repeated",
     "Rooms",
     "Shipment",
     "SideStreams",
     "addresses",
+    "aligned_bytes",
     "answering",
     "attached",
     "available",
@@ -219,6 +222,7 @@ __all__ = [
     "unused_bytes",
     "unwrapped",
     "unwrapped_all",
+    "views",
     "warm_libraries",
     "with_tensors",
     "write",
