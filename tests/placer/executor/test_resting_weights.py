@@ -168,7 +168,7 @@ def test_what_does_not_support_resting_parameters_says_so() -> None:
 def test_a_cpu_alone_keeps_all_parameters_in_its_memory() -> None:
     devices.stand_ins.pop()
     try:
-        flow, model, reference = placed("0246")
+        flow, _, _ = placed("0246")
     finally:
         devices.stand_ins.append(2)
     assert flow.assignment is not None and not flow.assignment.resting
