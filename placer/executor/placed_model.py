@@ -179,11 +179,12 @@ class PlacedModel:
     def prepare_resting(self) -> None:
         """Let hooks and captures read the weights that rest on the host from the devices' slots."""
         assignment = self.assignment
-        key = assignment, self.weights.version
+        parameters = () if assignment is None else self.weights.pin(assignment)
+        key = assignment, self.weights.version, parameters
         if key == self._resting_for:
             return
+        self._forget_slots()
         self._resting_for = key
-        self.hooks.resting = None  # frees the slots before others take their memory
         if assignment is not None and assignment.resting:
             self.hooks.resting = RestingWeights(self.module, assignment)
 

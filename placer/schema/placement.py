@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from placer.errors import PlacementError
 from placer.schema.base import (
     SCHEMA_VERSION,
     Bytes,
@@ -449,7 +450,8 @@ class Placement(Wire):
 
         Returns:
             Paths of modules, or of parameters of the model itself, to GPU indices or ``"cpu"``; in
-            execution order.
+            execution order. Layers whose parameters rest on the host are on ``"cpu"``, from which
+            accelerate offloads them.
 
         Raises:
             PlacementError: if there is no placement, its devices are on several hosts, or it is of
@@ -457,7 +459,7 @@ class Placement(Wire):
                 that ``model._no_split_modules`` keeps whole (``granularity="blocks"`` avoids this),
                 or splits a tied parameter.
         """
-        return device_map(self.layer_devices, model)
+        return device_map(self._offloaded(), model)
 
     def export(self, format: FormatName, model: Any = None) -> Export:
         """Return the placement in the format of another engine.
@@ -483,8 +485,15 @@ class Placement(Wire):
         from placer.exports.formats import format_named
         from placer.exports.plan import Plan
 
+        exporter = format_named(format)
+        if self.resting and format != "accelerate":
+            raise PlacementError(
+                f"format {format!r} has no parameters that rest on the host, as this placement has "
+                f"them for {count_text(len(self.resting), 'layer')}; solve without "
+                "host_memory_bytes"
+            )
         plan = Plan(
-            layer_devices=self.layer_devices,
+            layer_devices=self._offloaded(),
             replicas={
                 device: [replica.device for replica in replicas]
                 for device, replicas in self.replicas.items()
@@ -502,4 +511,8 @@ class Placement(Wire):
             schedule=self.schedule,
             model=model,
         )
-        return format_named(format).export(plan)
+        return exporter.export(plan)
+
+    def _offloaded(self) -> dict[str, str]:
+        """Return the device of each layer, ``cpu`` for those whose parameters rest on the host."""
+        return self.layer_devices | dict.fromkeys(self.resting, "cpu")

@@ -536,6 +536,27 @@ def latency_ms(
     return total
 
 
+def stage_ms(
+    problem: Problem, layers: Sequence[int], device: int, resting: frozenset[int]
+) -> float:
+    """Return the time of layers on a device in inference, with copies, once all inputs are there.
+
+    Args:
+        problem: the placement problem.
+        layers: in execution order.
+        device: of the layers.
+        resting: the layers whose parameters rest on the host.
+    """
+    times = [[problem.forward_ms[layer][device]] for layer in layers]
+    copies = {
+        place: copy_ms(problem, layer, device)
+        for place, layer in enumerate(layers)
+        if layer in resting
+    }
+    order = range(len(layers))
+    return _makespan(order, [0] * len(order), times, [[] for _ in order], copies)
+
+
 def copy_ms(problem: Problem, layer: int, device: int) -> float:
     """Return the time to copy a layer's parameters from the host's memory to a device."""
     rate = problem.devices[device].from_host

@@ -94,7 +94,7 @@ class PlacedWeights:
                 self.clones.cover(assignment.devices)
             else:
                 move_state(self.module, assignment.of_state, known)
-                self._pin(assignment)
+                self.pin(assignment)
                 for optimizer in optimizers:
                     bring_state(optimizer)
                 if clear_cache:
@@ -109,12 +109,23 @@ class PlacedWeights:
             before.restore()
             raise
 
-    def _pin(self, assignment: Assignment) -> None:
-        """Move the parameters that rest on the host into pinned memory."""
+    def pin(self, assignment: Assignment) -> tuple[int, ...]:
+        """Move the parameters that rest on the host into pinned memory, unless they are there.
+
+        Args:
+            assignment: the devices, and which parameters rest.
+
+        Returns:
+            A key that changes if one of these parameters was replaced by another.
+        """
+        if not assignment.resting:
+            self._pinned = {}
+            return ()
         own = dict(self.module.named_parameters())
         places = {name: own[name].data_ptr() for name in assignment.resting}
         pin(self.module, [name for name in places if self._pinned.get(name) != places[name]])
         self._pinned = {name: own[name].data_ptr() for name in places}
+        return tuple(id(own[name]) for name in places)
 
     def restore(self) -> None:
         """Restore the devices of all state, and all gradient flags."""
@@ -136,7 +147,7 @@ class PlacedWeights:
         if self.clones is not None or self._places == _places(state):
             return False
         move_state(self.module, assignment.of_state, self.optimizers)
-        self._pin(assignment)
+        self.pin(assignment)
         vars(self).update(_moves=self._moves + 1, _settled=set(), _places=_places(state))
         return True
 

@@ -172,3 +172,15 @@ def test_a_cpu_alone_keeps_all_parameters_in_its_memory() -> None:
     finally:
         devices.stand_ins.append(2)
     assert flow.assignment is not None and not flow.assignment.resting
+
+
+def test_parameters_that_replace_others_rest_in_their_place() -> None:
+    flow, model, reference = placed("0246")
+    x = torch.randn(4, 8)
+    flow(x)
+    state = {name: tensor * 0.5 for name, tensor in reference.state_dict().items()}
+    reference.load_state_dict(state)
+    model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+    torch.testing.assert_close(flow(x).cpu(), reference(x))
+    with torch.no_grad(), flow.applied() as applied:
+        torch.testing.assert_close(applied[:4](x).cpu(), reference[:4](x))

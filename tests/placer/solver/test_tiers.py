@@ -13,9 +13,11 @@ from small_requests import SHARE
 
 from placer import GenerationOptions, Placement, PlacementRequest, Profile, solve
 from placer.errors import InputError, PlacementError
+from placer.report.explain import proven
 from placer.schema import Cluster, Device, Edge, Layer, Link, Rate, TiedParameters
 from placer.solver import tiers
 from placer.solver.check import check
+from placer_server.judge.timeline import timeline
 
 AMPLE = 10**9
 NAMES = "abcdefghijkl"
@@ -337,3 +339,21 @@ def test_the_referee_refuses_other_claims(changed):
 def test_host_memory_is_refused_where_nothing_may_rest(fields, because):
     with pytest.raises(InputError, match=f"host_memory_bytes: .*{because}"):
         simple(**fields)
+
+
+def test_reports_and_timelines_count_the_copies():
+    asked = simple()
+    found = solve(asked)
+    assert "parameters of 5 layers, copied in each pass: d0 2.4 KiB in 5.50 ms" in "\n".join(
+        proven(found)
+    )
+    assert timeline(asked, found).step_ms == pytest.approx(6.5)
+
+
+def test_other_engines_learn_of_resting_parameters_or_are_refused():
+    found = solve(simple())
+    offloaded = dict.fromkeys(found.resting, "cpu")
+    assert {**found.device_map(), **offloaded} == found.device_map()
+    assert set(found.device_map().values()) == {"cpu", "d0"}
+    with pytest.raises(PlacementError, match="format 'vllm' has no parameters that rest"):
+        found.export("vllm")
