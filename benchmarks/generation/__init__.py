@@ -6,11 +6,12 @@ cache with torch.compile is a peer, too. All of them run equal models of transfo
 prompts and take turns. A row says whether they make the same tokens. Without GPUs, a tiny model on
 CPU stand-ins only shows that the benchmark runs.
 
-With two devices or more, ``in_flight`` generates for several groups of sequences at once.
+With two devices or more, ``in_flight`` generates for several groups of sequences at once. ``host``
+has a part of the weights in the host's memory, on one device.
 
 ``PLACER_GENERATION_ENGINES`` names some of the engines, such as ``ours,eager``, and
-``PLACER_GENERATION_ROUNDS`` the number of turns, for a short trial. ``in_flight`` alone keeps the
-other rows of earlier runs.
+``PLACER_GENERATION_ROUNDS`` the number of turns, for a short trial. ``in_flight`` or ``host`` alone
+keep the other rows of earlier runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from time import perf_counter
 from typing import Any
 
 from .. import record
-from . import in_flight
+from . import host, in_flight
 
 ROUNDS = int(os.environ.get("PLACER_GENERATION_ROUNDS", "7"))
 PEER = "accelerate's dispatch_model"
@@ -39,6 +40,12 @@ ENGINES = {"ours": "ours", "hooks": HOOKS, "accelerate": PEER, "eager": ONE, "co
 IN_FLIGHT = "in_flight"
 """The name of the case with several groups in flight."""
 
+HOST = "host"
+"""The name of the case with weights on the host."""
+
+CASES = {IN_FLIGHT, HOST}
+"""The names of cases with engines of their own."""
+
 
 def run() -> list[dict[str, Any]]:
     """Return the times of tokens, and the tokens per second of several groups in flight."""
@@ -47,11 +54,14 @@ def run() -> list[dict[str, Any]]:
     cases.prepare()
     rows = []
     asked = _asked()
-    if asked != [IN_FLIGHT]:
+    alone = CASES.issuperset(asked)
+    if not alone:
         rows += _single()
     if IN_FLIGHT in asked and (not cases.on_gpus() or len(cases.places()) > 1):
         rows += in_flight.rows(ROUNDS)
-    if asked == [IN_FLIGHT]:
+    if HOST in asked:
+        rows += host.rows(ROUNDS)
+    if alone:
         made = {(row["case"], row["measure"]) for row in rows}
         kept = record.known("generation")
         rows = [row for row in kept if (row["case"], row["measure"]) not in made] + rows
@@ -59,7 +69,9 @@ def run() -> list[dict[str, Any]]:
 
 
 def _asked() -> list[str]:
-    return os.environ.get("PLACER_GENERATION_ENGINES", ",".join([*ENGINES, IN_FLIGHT])).split(",")
+    return os.environ.get("PLACER_GENERATION_ENGINES", ",".join([*ENGINES, IN_FLIGHT, HOST])).split(
+        ","
+    )
 
 
 def _single() -> list[dict[str, Any]]:
@@ -146,7 +158,7 @@ def _ways(model: Any, stack: ExitStack) -> Iterator[tuple[str, _Way]]:
     """
     from ..executor import cases
 
-    names = {"ours", *(ENGINES[key] for key in _asked() if key != IN_FLIGHT)}
+    names = {"ours", *(ENGINES[key] for key in _asked() if key not in CASES)}
     if ONE in names:
         yield ONE, _Way(model)
     # transformers compiles on GPUs only

@@ -66,7 +66,7 @@ def request_body(layers: int = 200, devices: int = 4, seed: int = 0, **fields: A
     random = Random(seed)
     names = [f"encoder.block.{index}" for index in range(layers)]
     profile = {
-        "schema_version": "2",
+        "schema_version": "3",
         "model": "Generated",
         "training": True,
         "optimizer": "adam",
@@ -74,7 +74,7 @@ def request_body(layers: int = 200, devices: int = 4, seed: int = 0, **fields: A
         "layers": [_layer(name, random) for name in names],
         "edges": [_edge(names, index, random) for index in range(layers - 1)],
     }
-    request = {"schema_version": "2", "profile": profile, "cluster": _cluster(devices), **fields}
+    request = {"schema_version": "3", "profile": profile, "cluster": _cluster(devices), **fields}
     return json.dumps(request).encode()
 
 

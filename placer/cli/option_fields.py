@@ -243,6 +243,16 @@ SPELLED: dict[str, Spelled | None] = {
         ),
         lambda given, _: parse_bytes(given["reserve"]),
     ),
+    "host_memory_bytes": Spelled(
+        _one(
+            "host_memory",
+            str | None,
+            "--host-memory",
+            "host memory for parameters that do not fit on the devices; by default none",
+            "SIZE",
+        ),
+        lambda given, _: parse_bytes(given["host_memory"]),
+    ),
     "compile": Spelled(
         _one("compile", bool, "--compile", "measure stages as they run under torch.compile"),
         lambda given, _: given["compile"],

@@ -41,6 +41,7 @@ from placer.devices.names import (
     synchronise,
     type_name,
 )
+from placer.devices.pinned_memory import PinnedBlocks, aligned_bytes, views
 from placer.devices.recording import (
     NotRecordable,
     SideBranch,
@@ -131,6 +132,7 @@ __all__ = [
     "NoStreamsError",
     "NotRecordable",
     "Onlooker",
+    "PinnedBlocks",
     "Registry",
     "Repeated",
     "Rooms",
@@ -138,6 +140,7 @@ __all__ = [
     "SideBranch",
     "SideStreams",
     "addresses",
+    "aligned_bytes",
     "answering",
     "attached",
     "available",
@@ -221,6 +224,7 @@ __all__ = [
     "unused_bytes",
     "unwrapped",
     "unwrapped_all",
+    "views",
     "warm_libraries",
     "with_tensors",
     "write",

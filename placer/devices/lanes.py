@@ -27,7 +27,7 @@ from torch import Tensor
 
 from placer.devices import tensor_moves
 from placer.devices.routes import HOST, has_detour
-from placer.devices.streams import stream_of_lane
+from placer.devices.streams import stream_of_lane, stream_of_recordings
 from placer.devices.tensor_moves import location
 
 Mark = Any
@@ -52,15 +52,19 @@ class Lane:
     Args:
         device: where the work runs.
         caller: use the caller's current stream instead of a new one.
+        recorded: whether recordings include work of this lane; no other lane has its stream then.
     """
 
-    def __init__(self, device: torch.device, caller: bool = False) -> None:
+    def __init__(self, device: torch.device, caller: bool = False, recorded: bool = False) -> None:
         self.device = device
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = (
-                torch.cuda.current_stream(device) if caller else stream_of_lane(device, self)
-            )
+            if caller:
+                self._stream = torch.cuda.current_stream(device)
+            elif recorded:
+                self._stream = stream_of_recordings(device)
+            else:
+                self._stream = stream_of_lane(device, self)
         self._before = _Before()
 
     def __enter__(self) -> Lane:

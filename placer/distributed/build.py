@@ -230,6 +230,12 @@ class _Placed:
                 "the placement has replicated stages, which placer.distributed does not run; give "
                 "one without `replicas`, or run this one in one process, by DataFlow.update_flow"
             )
+        if placement.resting:
+            raise PlacementError(
+                "parameters rest on the host in this placement, which placer.distributed does not "
+                "run; give one that was solved without host_memory_bytes, or run this one in one "
+                "process, by DataFlow.update_flow"
+            )
         return cls(
             placement.layer_devices,
             placement.chunks if chunks is None else chunks,

@@ -276,6 +276,7 @@ class DataFlow(nn.Module):
             "layer_gpus": settings.layer_gpus,
             "assumed": None,
             "replication": settings.replication,
+            "resting": settings.resting,
         }
         granularity, detours = settings.granularity, list[Any]()
         if placement is not None:
@@ -291,8 +292,15 @@ class DataFlow(nn.Module):
         replication: Replication = changes["replication"]
         _refuse_partly_replicated(places.values(), replication)
         assignment = Assignment(places, settings.output_device, replication)
+        changes["resting"] = [name for name in changes["resting"] if name in places]
         if not self.enable_clone:
             assignment.divide(self.module)
+            assignment.rest(self.module, changes["resting"])
+        elif changes["resting"]:
+            raise PlacementError(
+                "parameters rest on the host in this placement, and a flow with enable_clone keeps "
+                "them on every device: make the flow without enable_clone"
+            )
         used = [*settings.devices, *places.values(), *replication.every_device()]
         return changes | {
             "granularity": granularity_for_map(granularity, places),
@@ -322,6 +330,7 @@ class DataFlow(nn.Module):
             "recompute": list(placement.recompute),
             "in_flight": stated if has_rooms else (),
             "replication": Replication.from_placement(placement, self.settings.device),
+            "resting": list(placement.resting),
         }
 
     def _known_places(self, layer_gpus: Mapping[str, DeviceLike]) -> dict[str, torch.device]:
@@ -467,8 +476,9 @@ class DataFlow(nn.Module):
         Raises:
             InputError: an argument cannot be used; the message says which, and what can.
         """
-        update = Update(optimizer, scaler, max_norm)
         settings, placed = self.settings, self.placed
+        settings.refuse_resting("train_step")
+        update = Update(optimizer, scaler, max_norm)
         order = settings.schedule if schedule is None else schedule
         step = TrainStep(
             placed,

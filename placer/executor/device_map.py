@@ -71,7 +71,7 @@ def device_map(module: nn.Module, assignment: Assignment) -> dict[str, Place]:
             )
         ]
         for name in own[:1] if path else own:
-            found[path or name] = _spelled(assignment.of_state(f"{path}.{name}" if path else name))
+            found[path or name] = _spelled(assignment.place_of(f"{path}.{name}" if path else name))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import is_
@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from placer.capture.batch_dims.batch_layout import Part
-from placer.capture.hook_path.device_alignment import Alignment, ModuleHooks
+from placer.capture.hook_path.device_alignment import Alignment, BorrowedWeights, ModuleHooks
 from placer.capture.hook_path.module_trace import refuse_scripts
 from placer.capture.pytrees import Structure, flatten
 from placer.errors import InputError
 from placer.executor.engine.fill_drain import to_device
 from placer.executor.state.assignment import Assignment
+from placer.executor.state.resting_weights import Note, RestingWeights
 
 Standing = Callable[[], AbstractContextManager[Any]]
 """The context in which a model's modules run on their devices."""
@@ -31,12 +32,16 @@ class HookPath:
 
     Args:
         module: the model.
+
+    Attributes:
+        resting: the weights that rest on the host; None without any.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._by_thread: dict[int, Alignment] = {}
         self._hooks: ModuleHooks | None = None
+        self.resting: RestingWeights | None = None
         self._changing = Lock()
         self._running: set[int] = set()
         self._thread_again = 0
@@ -84,7 +89,8 @@ class HookPath:
         with self._run(), self.standing(assignment):
             for part in parts:
                 args, kwargs = part.inputs.unflatten(part.tensors)
-                leaves, structure = flatten(self._module(*args, **kwargs))
+                with self._reading():
+                    leaves, structure = flatten(self._module(*args, **kwargs))
                 place = target or self._latest(assignment)
                 results.append(to_device(leaves, place))
                 structures.append(structure)
@@ -124,8 +130,23 @@ class HookPath:
             kwargs: keyword arguments.
         """
         assert self._standing is not None
-        with self._run(), self._standing.resumed():
+        with self._run(), self._standing.resumed(), self._reading():
             return self._module(*args, **kwargs)
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """Provide the weights that rest on the host to a pass of the model."""
+        return nullcontext() if self.resting is None else self.resting.reading()
+
+    def _borrowed(self) -> Mapping[nn.Module, BorrowedWeights]:
+        return {} if self.resting is None else self.resting.by_module
+
+    def noted(self, note: Note) -> AbstractContextManager[None]:
+        """Note inside the block when modules begin and end to read weights that rest on the host.
+
+        Args:
+            note: called with an action and its device.
+        """
+        return nullcontext() if self.resting is None else self.resting.noted(note)
 
     def _latest(self, assignment: Assignment) -> torch.device:
         """Return the device of the module that was entered last, while the model runs."""
@@ -170,7 +191,7 @@ class HookPath:
         with self._changing:
             if self._hooks is None:
                 assert assignment is not None
-                self._hooks = ModuleHooks(self._places(assignment))
+                self._hooks = ModuleHooks(self._places(assignment), self._borrowed)
             self._hooks.alignments[thread] = self._by_thread[thread] = alignment
         try:
             yield

@@ -326,7 +326,7 @@ class PlacedCalls:
         kept = torch.is_grad_enabled() or devices.has_tangents() or self._placed.module.training
         # Other generations may draw random numbers, which they cannot during a recording.
         # A recording of a stream may also share workspaces of libraries with a generation's.
-        kept = kept or self._placed.lock.has_other_blocks
+        kept = kept or self._placed.lock.has_other_blocks or bool(self._settings.resting)
         places = self._settings.devices
         helps = len(sizes) > 1 or all(place.type == "cuda" for place in places)
         return helps and not (kept or self._placed.weights.clones is not None)
@@ -343,7 +343,8 @@ class PlacedCalls:
         returned = len(captures[0].exported.outputs.paths) if is_applied else None
         parts = [part.tensors for part in cut.parts]
         looks = self._repeated.looked_at(captures, parts, cut.sizes, self._settings.devices)
-        with looks if self._can_be_streamed(cut.sizes) else nullcontext():
+        reading = self._placed.reading(captures)
+        with looks if self._can_be_streamed(cut.sizes) else nullcontext(), reading:
             return call_captured(plans, parts, place, deferred, returned), place
 
     def _run_hooked(

@@ -9,7 +9,7 @@ Calls, streams and training steps are built on it.
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from placer import devices
 from placer.capture.batch_dims.batch_layout import Call, Part
 from placer.capture.export.export import Exported
 from placer.capture.layers import LayerGraph
@@ -35,6 +36,7 @@ from placer.executor.settings import Settings
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.batch_statistics import BatchStatistics
 from placer.executor.state.placed_weights import PlacedWeights
+from placer.executor.state.resting_weights import RestingWeights, Unit
 from placer.schema import BatchOptions
 
 Planned: TypeAlias = tuple[LayerGraph, list[Segment]]
@@ -69,6 +71,8 @@ class PlacedModel:
         self.captures = ModelCaptures(self.module, self.difference)
         self.hooks = HookPath(self.module)
         self._plans: dict[Capture, Planned] = {}
+        self._units: dict[Capture, dict[torch.device, list[Unit]]] = {}
+        self._resting_for: Any = None
         self._planned_for: Any = None
 
     def sharing(self, settings: Settings) -> PlacedModel:
@@ -111,6 +115,7 @@ class PlacedModel:
             optimizers: whose state moves too, now and later.
             clear_cache: whether to return cached device memory.
         """
+        self._forget_slots()
         with self.weights.moved(assignment, optimizers, clear_cache):
             if self.weights.clones is None:
                 self.captures.accept_changes()
@@ -119,6 +124,7 @@ class PlacedModel:
 
     def restore(self) -> None:
         """Restore the devices of all state, and all gradient flags."""
+        self._forget_slots()
         self.weights.restore()
         self.captures.accept_changes()
 
@@ -162,6 +168,33 @@ class PlacedModel:
         self.weights.refresh_clones()
         return self.weights.lookup(graph)
 
+    def _forget_slots(self) -> None:
+        """Free the slots of weights that rest on the host, before their memory is needed."""
+        if self.hooks.resting is not None:
+            for slots in self.hooks.resting.slots:
+                devices.synchronise(slots.device)
+        self.hooks.resting = self._resting_for = self._planned_for = None
+        self._plans, self._units = {}, {}
+
+    def prepare_resting(self) -> None:
+        """Let hooks and captures read the weights that rest on the host from the devices' slots."""
+        assignment = self.assignment
+        parameters = () if assignment is None else self.weights.pin(assignment)
+        key = assignment, self.weights.version, parameters
+        if key == self._resting_for:
+            return
+        self._forget_slots()
+        self._resting_for = key
+        if assignment is not None and assignment.resting:
+            self.hooks.resting = RestingWeights(self.module, assignment)
+
+    def reading(self, captures: Sequence[Capture]) -> AbstractContextManager[None]:
+        """Provide the weights that rest on the host to passes through captures' segments."""
+        resting = self.hooks.resting
+        if resting is None:
+            return nullcontext()
+        return resting.reading(self._units[captures[0]])
+
     def plan(self, capture: Capture) -> Planned:
         """Return the segments of a capture under the map in force, made when first needed."""
         self._drop_outdated_plans()
@@ -173,13 +206,16 @@ class PlacedModel:
             replicated = self._settings.replication.count > 1
             make_copy = None if replicated and self.module.training else self.weights.copies.get
             parts = segments(graph, places, self.weights.lookup(graph), make_copy)
+            if self.hooks.resting is not None:
+                self._units[capture] = self.hooks.resting.attach(parts)
             self._plans[capture] = graph, with_checkpoints(parts, capture.exported.checkpoints)
         return self._plans[capture]
 
     def _drop_outdated_plans(self) -> None:
         now = self.assignment, self.captures.times_forgotten, self.weights.version
         if now != self._planned_for:
-            self._plans, self._planned_for = {}, now
+            self._plans, self._units, self._planned_for = {}, {}, now
+        self.prepare_resting()
 
     def planned(self, captures: Sequence[Capture]) -> list[Planned]:
         """Return the segments of each micro-batch, once their state is in place.
@@ -204,6 +240,7 @@ class PlacedModel:
             self.assignment, self.captures.state()
         ):
             self.captures.accept_changes()
+        self.prepare_resting()
 
     def run_unsplit(self, call: Call) -> Any:
         """Run the model without cutting the call: through hooks if it is placed and allows them.
@@ -261,7 +298,8 @@ class PlacedModel:
         self, plan: Planned, capture: Capture, tensors: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         """Return the result of a call through its segments, and what it left in its inputs."""
-        results = call_captured([plan], [tensors], self._settings.output_device, False)
+        with self.reading([capture]):
+            results = call_captured([plan], [tensors], self._settings.output_device, False)
         return joined(results, [capture.exported], [1], Joining())
 
     def _may_have_hooks(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +31,16 @@ class StateCopy(Protocol):
         """Copy the original again if it was written to."""
 
 
+class RestingState(Protocol):
+    """Parameters of a layer that rest on the host; ``resting_weights`` creates them."""
+
+    def enter(self) -> None:
+        """Let later work on the layer's device read their copies."""
+
+    def leave(self) -> None:
+        """Note that the layer has run."""
+
+
 MakeCopy = Callable[[Tensor, torch.device], StateCopy]
 """A function that returns the current copy of a tensor on a device."""
 
@@ -48,6 +58,8 @@ class Step:
         private: positions of buffers that the layer changes and may read again in its backward
             pass, after later micro-batches have changed them. Each micro-batch gets a copy.
         forget: values without a reader after this step.
+        resting: the parameters that rest on the host, and by position in ``state`` their copies on
+            this device; None without any.
     """
 
     layer: Layer
@@ -57,6 +69,7 @@ class Step:
     private: tuple[int, ...]
     forget: tuple[str, ...]
     make_copy: MakeCopy | None = None
+    resting: tuple[RestingState, Mapping[int, Tensor]] | None = None
     _copied: dict[int, StateCopy] = field(default_factory=dict)
 
     def run(self, values: MicroBatch) -> None:
@@ -64,6 +77,10 @@ class Step:
         layer, device = self.layer, self.device
         values.trail.enter(layer.name)
         state = self.state
+        if self.resting is not None:
+            unit, views = self.resting
+            unit.enter()
+            state = [views.get(index, tensor) for index, tensor in enumerate(state)]
         if self.foreign:
             state = list(state)
             for index in self.foreign:
@@ -76,6 +93,8 @@ class Step:
         reads = [values.read(name, device) for name in layer.reads]
         with devices.current(device):
             writes = layer.function(device, state, reads)
+        if self.resting is not None:
+            self.resting[0].leave()
         values.write(layer.writes, writes)
         values.trail.leave(layer.name, writes)
         for index in (*self.foreign, *self.private):

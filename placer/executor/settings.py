@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from placer.errors import InputError, PlacementError
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.schema import BatchOptions, Placement, Schedule
+from placer.utils.units import count_text
 from placer.utils.user_warnings import warn
 
 
@@ -39,6 +40,7 @@ class Settings:
         recompute: devices that run forward again in their backward passes.
         in_flight: for each segment, the maximum number of micro-batches in flight.
         replication: the pipelines that share each micro-batch.
+        resting: the layers whose parameters rest on the host.
     """
 
     devices: list[torch.device]
@@ -54,6 +56,7 @@ class Settings:
     recompute: list[DeviceLike] = field(default_factory=list)
     in_flight: Sequence[int] = ()
     replication: Replication = ONE_PIPELINE
+    resting: Collection[str] = ()
     _has_warned: bool = False
 
     def device(self, place: DeviceLike) -> torch.device:
@@ -80,6 +83,19 @@ class Settings:
                 f"flow.recompute has {min(map(str, unknown))}; the flow's devices are {known}"
             )
         return places
+
+    def refuse_resting(self, what: str) -> None:
+        """Raise an InputError if parameters rest on the host.
+
+        Args:
+            what: does not support this.
+        """
+        if self.resting:
+            raise InputError(
+                f"{what} does not support parameters that rest on the host, as the placement has "
+                f"them for {count_text(len(self.resting), 'layer')} ({next(iter(self.resting))}, "
+                "...): give a placement that was solved without host_memory_bytes"
+            )
 
     def reset(self, layer_gpus: OrderedDict[str, DeviceLike], granularity: Granularity) -> None:
         """Set everything to its default, except the devices.

@@ -88,6 +88,11 @@ def refine(
             "the placement has replicas, which refine does not measure; give one that was solved "
             "with replicas='never'"
         )
+    if placement.resting:
+        raise InputError(
+            "parameters rest on the host in this placement, which refine does not measure; give "
+            "one that was solved without host_memory_bytes"
+        )
     if placement.objective == "generation":
         raise InputError(
             "the placement's objective is 'generation', whose two passes refine does not measure; "

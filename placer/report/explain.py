@@ -210,6 +210,7 @@ def _proven(placement: Placement) -> list[str]:
             f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less "
             "meanwhile"
         )
+    lines += _resting(placement)
     if placement.step is not None:
         lines += _step(placement, placement.step)
     else:
@@ -232,6 +233,21 @@ def _proven(placement: Placement) -> list[str]:
             for help in placement.limits.improvements
         ]
     return lines
+
+
+def _resting(placement: Placement) -> list[str]:
+    """Return a line about the parameters on the host; nothing if there are none."""
+    loads = [load for load in placement.devices if load.resting_bytes]
+    if not loads:
+        return []
+    copies = ", ".join(
+        f"{load.device} {bytes_text(load.resting_bytes)} in {ms_text(load.streaming_ms)}"
+        for load in loads
+    )
+    return [
+        f"on the host parameters of {count_text(len(placement.resting), 'layer')}, copied in each "
+        f"pass: {copies}"
+    ]
 
 
 def _step(placement: Placement, step: Step) -> list[str]:

@@ -94,6 +94,9 @@ FormatName = Literal[
 ]
 """A format in which another engine takes a placement; ``placer.exports`` writes it."""
 
+Tier = Literal["host"]
+"""Where weights rest between passes if not on a device: in the host's memory."""
+
 Limiting = Literal["memory", "link", "layer", "compute"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 """``optimal``: the gap is at most ``PROVEN_GAP``; ``feasible``: it is larger."""

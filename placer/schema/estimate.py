@@ -120,7 +120,7 @@ class Estimate(Wire):
         notes: what was assumed or left out, as text.
     """
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
     model: Annotated[str, StringConstraints(max_length=512)] = ""
     weights_only: bool = False
     training: bool = False
@@ -154,7 +154,7 @@ class EstimateRequest(Wire):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
 
     graph: Graph
     """The model, captured with one micro-batch."""

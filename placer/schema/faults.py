@@ -252,7 +252,8 @@ def _version_fault(given: Any) -> str:
             f"{given!r} is an older version; model_validate and model_validate_json upgrade it, "
             f"and the constructor takes {SCHEMA_VERSION!r}"
         )
-    known = " and ".join(map(repr, VERSIONS))
+    *older, current = map(repr, VERSIONS)
+    known = f"{', '.join(older)} and {current}"
     return (
         f"version {clip(repr(given), 40)} is not known here; this Placer reads versions {known}: "
         "upgrade Placer, or write one of these"

@@ -251,7 +251,7 @@ class ProfileRequest(Wire):
         repeats: maximum number of timings of each pass.
     """
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
     graph: Graph
     devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
     optimizer: Optimizer | None = "adam"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
+    BeforeValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -31,6 +32,7 @@ from placer.schema.base import (
     LONGEST_MS,
     MAX_DEVICES,
     MAX_LAYERS,
+    Bytes,
     FormatName,
     Name,
     Objective,
@@ -43,6 +45,7 @@ from placer.schema.base import (
     Wire,
 )
 from placer.schema.faults import nearest
+from placer.utils.units import parse_bytes
 
 O = TypeVar("O", bound=Wire)  # noqa: E741  # the kind of options
 
@@ -53,6 +56,15 @@ Dimension = Annotated[int, Field(ge=0, le=_LAST_DIMENSION)]
 Cut = Dimension | Literal["items"] | None
 """How a value is split into micro-batches: along a dimension, by the items of a list, or not
 (None)."""
+
+
+def _size(given: Any) -> Any:
+    """Return a size as text, such as ``"24GiB"``, in bytes; other values unchanged."""
+    return parse_bytes(given) if isinstance(given, str) else given
+
+
+Size = Annotated[Bytes, BeforeValidator(_size)]
+"""A size in bytes; a text with a unit is also accepted."""
 
 Reduced = Literal["mean", "sum", "max", "min", "same"]
 JoinName = Dimension | Literal["items", "list"] | Reduced
@@ -239,6 +251,13 @@ class SolveOptions(Wire):
 
     generation: GenerationOptions | None = None
     """The prompt and the new tokens, for objective ``generation``."""
+
+    host_memory_bytes: Size | None = None
+    """The host memory in which parameters may rest, in bytes or as ``"24GiB"``.
+
+    Where no placement fits otherwise, parameters of some layers rest in pinned host memory, and
+    each pass copies them to the layer's device. Objectives ``latency`` and ``generation`` use it,
+    for inference with one sequence in flight. None: parameters are always on the devices."""
 
 
 class BatchOptions(Wire):

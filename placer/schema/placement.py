@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from placer.errors import PlacementError
 from placer.schema.base import (
     SCHEMA_VERSION,
     Bytes,
@@ -18,8 +19,10 @@ from placer.schema.base import (
     Schedule,
     Status,
     StepKind,
+    Tier,
     Wire,
     refuse_duplicates,
+    refuse_unknown,
 )
 from placer.schema.export import Export, Place, device_map
 from placer.schema.options import BatchOptions
@@ -30,7 +33,7 @@ class MemoryUse(Wire):
     """A device's memory at its peak, by kind, in bytes.
 
     Attributes:
-        param_bytes: parameters.
+        param_bytes: parameters; of those that rest elsewhere, the two buffers for them.
         grad_bytes: their gradients; where replicas share a stage, also the buffers of their
             exchange.
         optimizer_bytes: the optimizer's state.
@@ -76,6 +79,8 @@ class DeviceLoad(Wire):
         memory: by kind, at the peak.
         limit_bytes: the bytes that it may use.
         bottleneck: whether no device is busier.
+        resting_bytes: parameters of its layers that rest in the host's memory.
+        streaming_ms: time to copy these parameters to the device once, which each pass does.
     """
 
     device: Name
@@ -87,6 +92,8 @@ class DeviceLoad(Wire):
     memory: MemoryUse
     limit_bytes: Bytes
     bottleneck: bool = False
+    resting_bytes: Bytes = 0
+    streaming_ms: Milliseconds = 0.0
 
 
 class Replica(Wire):
@@ -315,6 +322,9 @@ class Placement(Wire):
             these, the device itself first. Their samples add up to ``batch_size``. The replicas at
             one position of all devices form a pipeline of their own. Empty if every layer is on
             one device.
+        resting: by layer, where its parameters rest between passes: ``host``, in the memory of its
+            device's host. A pass copies them to the device, into one of two buffers, while earlier
+            layers compute. The parameters of other layers stay on their device.
         granularity: of the profile; ``update_flow`` uses it.
         training: whether a training step was placed.
         optimizer: the optimizer whose memory was assumed; None without one.
@@ -335,7 +345,7 @@ class Placement(Wire):
             under other objectives.
         devices: the load of each device. Under the objective ``generation``, times are of a mean
             pass: the passes of a generation divided by their number.
-        single_device: the best single device.
+        single_device: the best single device, with all parameters in its memory.
         speedup: single_device.objective_value / objective_value, for times; None without a
             placement.
         tie_breaks: the secondary objectives, if the request asks for them.
@@ -347,7 +357,7 @@ class Placement(Wire):
         generation: further results of the objective ``generation``.
     """
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
     id: Annotated[str, StringConstraints(max_length=128)] = ""
     status: Status
     objective: Objective
@@ -360,6 +370,7 @@ class Placement(Wire):
     # the map
     layer_devices: dict[Name, Name] = {}
     replicas: dict[Name, tuple[Replica, ...]] = {}
+    resting: dict[Name, Tier] = {}
     granularity: int | str = "auto"
     # the assumptions under which it was solved
     training: bool = False
@@ -411,6 +422,18 @@ class Placement(Wire):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_resting(self) -> Self:
+        """Check that only parameters of placed layers rest, and only in inference."""
+        refuse_unknown("resting", self.resting, self.layer_devices)
+        if self.resting and (self.training or self.replicas):
+            kind = "training" if self.training else "replicas"
+            raise ValueError(
+                f"resting: parameters of {count_text(len(self.resting), 'layer')} rest on the "
+                f"host, which a placement with {kind} does not support; leave resting out"
+            )
+        return self
+
     def to_json(self) -> str:
         """Return the placement as readable JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=1)
@@ -427,7 +450,8 @@ class Placement(Wire):
 
         Returns:
             Paths of modules, or of parameters of the model itself, to GPU indices or ``"cpu"``; in
-            execution order.
+            execution order. Layers whose parameters rest on the host are on ``"cpu"``, from which
+            accelerate offloads them.
 
         Raises:
             PlacementError: if there is no placement, its devices are on several hosts, or it is of
@@ -435,7 +459,7 @@ class Placement(Wire):
                 that ``model._no_split_modules`` keeps whole (``granularity="blocks"`` avoids this),
                 or splits a tied parameter.
         """
-        return device_map(self.layer_devices, model)
+        return device_map(self._offloaded(), model)
 
     def export(self, format: FormatName, model: Any = None) -> Export:
         """Return the placement in the format of another engine.
@@ -461,8 +485,15 @@ class Placement(Wire):
         from placer.exports.formats import format_named
         from placer.exports.plan import Plan
 
+        exporter = format_named(format)
+        if self.resting and format != "accelerate":
+            raise PlacementError(
+                f"format {format!r} has no parameters that rest on the host, as this placement has "
+                f"them for {count_text(len(self.resting), 'layer')}; solve without "
+                "host_memory_bytes"
+            )
         plan = Plan(
-            layer_devices=self.layer_devices,
+            layer_devices=self._offloaded(),
             replicas={
                 device: [replica.device for replica in replicas]
                 for device, replicas in self.replicas.items()
@@ -480,4 +511,8 @@ class Placement(Wire):
             schedule=self.schedule,
             model=model,
         )
-        return format_named(format).export(plan)
+        return exporter.export(plan)
+
+    def _offloaded(self) -> dict[str, str]:
+        """Return the device of each layer, ``cpu`` for those whose parameters rest on the host."""
+        return self.layer_devices | dict.fromkeys(self.resting, "cpu")

@@ -201,7 +201,7 @@ class Profile(Wire):
         versions: of python, torch and placer.
     """
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
     model: Annotated[str, StringConstraints(max_length=512)] = ""
     graph_hash: Annotated[str, StringConstraints(max_length=128)] = ""
     training: bool = False

@@ -84,7 +84,7 @@ class Refinement(Wire):
             reached.
     """
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
     placement: Placement
     profile: Profile
     rounds: Annotated[tuple[Round, ...], Field(min_length=1)]

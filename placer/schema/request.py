@@ -28,13 +28,16 @@ MOST_CHUNKS_OF_A_STEP = 10_000
 OBJECTIVES_OF_REPLICAS = ("step", "throughput")
 """The objectives under which stages may have replicas."""
 
+OBJECTIVES_OF_RESTING = ("latency", "generation")
+"""The objectives under which parameters may rest in the host's memory."""
+
 
 class Question(Wire):
     """What a placement is asked for: measured layers, and the devices to place them on."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
 
     profile: Profile
     """The measurements of the layers."""
@@ -144,6 +147,7 @@ class PlacementRequest(SolveOptions, Question):
         self._check_generation(cluster)
         self._check_sizes()
         self._check_replicas()
+        self._check_host_memory()
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
             if self.objective == "devices":
                 raise ValueError(
@@ -239,6 +243,29 @@ class PlacementRequest(SolveOptions, Question):
         raise ValueError(
             f"replicas is {self.replicas!r}, which only training under objectives 'step' and"
             f" 'throughput' uses; {asked}: leave replicas out"
+        )
+
+    def _check_host_memory(self) -> None:
+        """Check that parameters may rest on the host under the objective and the other options."""
+        if self.host_memory_bytes is None:
+            return
+        flight = self.generation.sequences_in_flight if self.generation is not None else 1
+        if self.is_training:
+            why = "the request places a training step"
+        elif self.objective not in OBJECTIVES_OF_RESTING:
+            why = f"the objective is {self.objective!r}"
+        elif flight > 1:
+            why = f"{flight} sequences are in flight"
+        elif self.for_format is not None:
+            why = f"format {self.for_format!r} cannot express it"
+        elif self.break_ties:
+            why = "break_ties compares other placements"
+        else:
+            return
+        raise ValueError(
+            "host_memory_bytes: parameters rest on the host only in inference under objectives "
+            f"'latency' and 'generation' with one sequence in flight; {why}: leave "
+            "host_memory_bytes out"
         )
 
     def _check_pins(self, cluster: Cluster) -> None:

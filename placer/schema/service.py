@@ -86,7 +86,7 @@ class Batch(Wire):
         requests: each a PlacementRequest after ``shared`` is filled in.
     """
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
     shared: dict[str, Any] = {}
     requests: Annotated[tuple[dict[str, Any], ...], Field(min_length=1, max_length=MAX_REQUESTS)]
 

@@ -92,7 +92,7 @@ class Timeline(Wire):
         copies: ordered by start.
     """
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
     id: str = ""
     schedule: Schedule
     training: bool

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-SCHEMA_VERSION: Literal["2"] = "2"
+SCHEMA_VERSION: Literal["3"] = "3"
 """Version of every wire type that is written; readers also accept the versions of ``RENAMED``."""
 
 T = TypeVar("T")
@@ -90,7 +90,9 @@ RENAMED: Mapping[str, Mapping[str, Renames]] = {
             {"ended": "stop_reason"},
             {"stop_reason": {"settled": "converged", "rounds": "max-rounds"}},
         ),
-    }
+    },
+    # Version 3 adds resting weights, and renames nothing.
+    "2": {},
 }
 """By version and by type (of today's name, or a base class): what the next version renames."""
 

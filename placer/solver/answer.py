@@ -19,6 +19,27 @@ def found(
     """Return the placement of an assignment that meets every requirement."""
     result = costs.costs_of(problem, assignment)
     assignment, result = _in_order_of_names(problem, assignment, result)
+    return placed(problem, assignment, result, bound, method, solve_time_s)
+
+
+def placed(
+    problem: Problem,
+    assignment: costs.Assignment,
+    result: costs.Costs,
+    bound: float,
+    method: str,
+    solve_time_s: float,
+) -> Placement:
+    """Return the placement of an assignment, on these very devices.
+
+    Args:
+        problem: the placement problem.
+        assignment: by layer, the index of its device.
+        result: what it costs.
+        bound: a proven lower bound of the objective.
+        method: the algorithm that found it.
+        solve_time_s: seconds of solving.
+    """
     _refuse_overflow(problem, result)
     value = result.objective_value
     bound = min(max(bound, 0.0), value)

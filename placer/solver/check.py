@@ -15,7 +15,7 @@ from placer.errors import PlacementError
 from placer.exports.restriction import expressible
 from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
 from placer.schema.base import PROVEN_GAP
-from placer.solver.referee import generation, recompute, replicas, step
+from placer.solver.referee import generation, recompute, replicas, step, tiers
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
 from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, times_of
@@ -73,6 +73,7 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     reading = _reading(asked, where, placement.stages, placement.in_flight or None)
     _check_in_flight(asked, placement, reading)
     _check_loads(asked, where, placement, reading)
+    tiers.check_resting(asked, placement)
     require(
         _within_bottleneck(asked, where),
         f"a device is busy for more than {request.bottleneck_ms} ms",
@@ -98,7 +99,7 @@ def _check_generation(request: PlacementRequest, placement: Placement) -> None:
     _check_limits(request, placement)
     if not placement.layer_devices:
         return
-    value = generation.value_ms(request, asked, placement.layer_devices)
+    value = generation.value_ms(request, asked, placement)
     _check_value(placement, value)
     single = placement.single_device
     if single is not None and value:
@@ -361,13 +362,20 @@ def _check_loads(
         largest = max(load.load_ms for load in placement.devices)
     memory = Memory(request, where, placement.contiguous, replicas=_replicas(placement))
     times, layers = times_of(request, where), _by_device(request, where)
+    saved = tiers.saved_bytes(request, where, placement)
     for device, load in zip(request.devices, placement.devices, strict=True):
         equal(f"layers of {device.name}", load.layers, len(layers[device.name]))
         _check_load(request, times[device.name], load)
+        load = _with_all_parameters(load, saved.get(device.name, 0))
         _check_state(request, layers[device.name], load, memory)
         flight = _flight(request, placement, device.name, reading)
         backwards = _backwards(request, placement, device.name)
         _check_memory(memory, flight, backwards, placement, device, load)
+        needed = load.memory.total_bytes - saved.get(device.name, 0)
+        require(
+            needed <= load.limit_bytes,
+            f"{device.name} needs {needed} bytes; its limit is {load.limit_bytes}",
+        )
         equal(f"bottleneck of {device.name}", load.bottleneck, close(load.load_ms, largest))
 
 
@@ -428,9 +436,14 @@ def _check_memory(
         load.limit_bytes,
         device.memory_bytes - device.reserve_bytes,
     )
-    require(
-        total <= load.limit_bytes,
-        f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}",
+
+
+def _with_all_parameters(load: DeviceLoad, saved_bytes: int) -> DeviceLoad:
+    """Return a load as if its parameters that rest on the host were on the device."""
+    memory = load.memory
+    param_bytes = memory.param_bytes + saved_bytes
+    return load.model_copy(
+        update={"memory": memory.model_copy(update={"param_bytes": param_bytes})}
     )
 
 
@@ -547,7 +560,7 @@ def _objective(
     if reading is not None:
         return reading.step_ms
     if request.objective == "latency":
-        return latency_ms(request, where)
+        return latency_ms(request, where, placement.resting)
     if request.objective == "devices":
         return float(len(set(where.values())))
     if request.objective == "memory":
@@ -603,9 +616,8 @@ def _alone(
             where = {layer.name: device.name for layer in request.profile.layers}
             alone, memory = (device.name,), Memory(request, where, contiguous)
             reading = _reading(request, where, alone)
-            lone = placement.model_copy(
-                update={"stages": alone, "contiguous": contiguous, "in_flight": ()}
-            )
+            changed = {"stages": alone, "contiguous": contiguous, "in_flight": (), "resting": {}}
+            lone = placement.model_copy(update=changed)
             if request.is_training and contiguous:
                 least = _least_flight(request, alone, contiguous, device.name)
                 lone = lone.model_copy(update={"in_flight": (least,)})

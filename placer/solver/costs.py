@@ -63,6 +63,17 @@ Objective ``latency`` in inference: the last finish. In training the backward pa
 last forward has finished, and is the mirror image: the layers in reverse order, backward times, and
 for each value that has a gradient, from each reader r to the source s, the time g(v, m(r), m(s)).
 The objective is the two added. Links are never waited for.
+
+**Resting parameters** (``tiers.py`` chooses them, in inference). The parameters of the layers
+r(0), r(1), ... of device d, in execution order, rest in the host's memory. Each pass copies them,
+one layer after another, into two buffers in turn, from the pass's beginning on. With b(l) the bytes
+of the layer's parameters, and the latency and the bandwidth of ``from_host`` of d::
+
+    copy(l)      = latency(d) + b(l) / bandwidth(d)
+    copied(r(i)) = max(copied(r(i-1)), finish(r(i-2))) + copy(r(i))
+    start(r(i))  = the start above, but not before copied(r(i))
+
+In memory, d has two buffers in place of these parameters, each as large as the largest b(r(i)).
 """
 
 from __future__ import annotations
@@ -71,6 +82,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from types import MappingProxyType
 
 from placer import schedule
 from placer.schedule import Pipeline, Plan
@@ -480,9 +492,19 @@ def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> 
 
 
 def latency_ms(
-    problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
+    problem: Problem,
+    assignment: Assignment,
+    again: frozenset[int] = frozenset(),
+    resting: frozenset[int] = frozenset(),
 ) -> float:
-    """Return the time of one micro-batch through the model, in training also backwards."""
+    """Return the time of one micro-batch through the model, in training also backwards.
+
+    Args:
+        problem: the placement problem.
+        assignment: by layer, its device.
+        again: the devices that recompute.
+        resting: the layers whose parameters rest on the host; none in training.
+    """
     count = len(problem.layers)
     forwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     backwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
@@ -498,7 +520,8 @@ def latency_ms(
                 backwards[value.source].append(
                     (reader, problem.gradient_ms(value, source, target) if apart else 0.0)
                 )
-    total = _makespan(range(count), assignment, problem.forward_ms, forwards)
+    copies = {layer: copy_ms(problem, layer, assignment[layer]) for layer in resting}
+    total = _makespan(range(count), assignment, problem.forward_ms, forwards, copies)
     if problem.training:
         times = problem.backward_ms
         if again:
@@ -513,24 +536,67 @@ def latency_ms(
     return total
 
 
+def stage_ms(
+    problem: Problem, layers: Sequence[int], device: int, resting: frozenset[int]
+) -> float:
+    """Return the time of layers on a device in inference, with copies, once all inputs are there.
+
+    Args:
+        problem: the placement problem.
+        layers: in execution order.
+        device: of the layers.
+        resting: the layers whose parameters rest on the host.
+    """
+    times = [[problem.forward_ms[layer][device]] for layer in layers]
+    copies = {
+        place: copy_ms(problem, layer, device)
+        for place, layer in enumerate(layers)
+        if layer in resting
+    }
+    order = range(len(layers))
+    return _makespan(order, [0] * len(order), times, [[] for _ in order], copies)
+
+
+def copy_ms(problem: Problem, layer: int, device: int) -> float:
+    """Return the time to copy a layer's parameters from the host's memory to a device."""
+    rate = problem.devices[device].from_host
+    assert rate is not None  # nothing rests without it
+    return 1e3 * (rate.latency_s + problem.layers[layer].param_bytes / rate.bandwidth_bytes_per_s)
+
+
 def _makespan(
     order: Sequence[int],
     assignment: Assignment,
     time_ms: Sequence[Sequence[float]],
     inputs: Sequence[Sequence[tuple[int, float]]],
+    copies: Mapping[int, float] = MappingProxyType({}),
 ) -> float:
     """Return the last finish of layers that run in this order.
 
-    ``inputs`` are pairs of a layer waited for and a delay.
+    Args:
+        order: the layers.
+        assignment: by layer, its device.
+        time_ms: by layer and device.
+        inputs: by layer, pairs of a layer waited for and a delay.
+        copies: by layer whose parameters rest on the host, the time to copy them.
     """
     finish = [0.0] * len(order)
     free: dict[int, float] = {}
+    # by device: when the latest copy ends, and when the layers with copies finish
+    copied: dict[int, float] = {}
+    emptied: dict[int, list[float]] = {}
     for layer in order:
         device = assignment[layer]
         start = max(
             [free.get(device, 0.0), *(finish[source] + delay for source, delay in inputs[layer])]
         )
+        if layer in copies:
+            users = emptied.setdefault(device, [0.0, 0.0])
+            copied[device] = max(copied.get(device, 0.0), users[-2]) + copies[layer]
+            start = max(start, copied[device])
         finish[layer] = free[device] = start + time_ms[layer][device]
+        if layer in copies:
+            users.append(finish[layer])
     return max(finish)
 
 

@@ -20,7 +20,8 @@ The objective, in ms, is the time between the ends of two generations in a stead
 sequence in flight, that is the time of a generation::
 
     latency    = last finish of a mean pass; bottleneck = largest load by a mean pass
-    generation = n * latency                                K = 1
+    generation = n * latency                                K = 1; where parameters rest on the
+                                                            host, the passes' latencies added up
                = n * max(bottleneck, latency / K)           K > 1: K passes at a time, at most
 
 The objectives ``latency`` and ``throughput`` of the mean pass are therefore all that is solved::
@@ -42,7 +43,7 @@ They are reported if there are two or more with room for K caches in all::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from time import monotonic
@@ -63,6 +64,7 @@ from placer.schema.base import PROVEN_GAP
 from placer.solver import costs
 from placer.solver.problem import Problem
 from placer.solver.search import Incumbent, Progress
+from placer.solver.tiers import WeightedPass
 
 Solve = Callable[[PlacementRequest, Progress | None], Placement]
 
@@ -246,7 +248,7 @@ def answered(request: PlacementRequest, found: Placement, bound_ms: float | None
         bound = None if found.status == "infeasible" or bound_ms is None else bound_ms * count
         changed = {**header, "bound": bound, "single_device": single}
         return found.model_copy(update=changed)
-    value = generation_ms(request, found.layer_devices)
+    value = generation_ms(request, found.layer_devices, found.resting)
     bound = min(max(bound_ms or 0.0, 0.0) * count, value)
     gap = (value - bound) / value if value else 0.0
     return found.model_copy(
@@ -259,7 +261,7 @@ def answered(request: PlacementRequest, found: Placement, bound_ms: float | None
             "single_device": single,
             "speedup": single.objective_value / value if single is not None and value else None,
             "devices": with_cache(request, found.layer_devices, found.devices),
-            "generation": report(request, found.layer_devices, value),
+            "generation": report(request, found, value),
         }
     )
 
@@ -277,14 +279,22 @@ def of_all(request: PlacementRequest, single: SingleDevice | None) -> SingleDevi
     return single.model_copy(update={"objective_value": single.objective_value * count})
 
 
-def generation_ms(request: PlacementRequest, where: Mapping[str, str]) -> float:
+def generation_ms(
+    request: PlacementRequest, where: Mapping[str, str], resting: Collection[str] = ()
+) -> float:
     """Return the objective of a map, in ms.
 
     Args:
         request: with objective ``generation``.
         where: the device of each layer.
+        resting: the layers whose parameters rest on the host.
     """
-    asked = passes_of(request).asked
+    passes = passes_of(request)
+    asked = passes.asked
+    if resting:
+        first_ms = _pass_ms(request, passes.prompt, where, resting)
+        later = asked.new_tokens - 1
+        return first_ms + (later and later * _pass_ms(request, passes.token, where, resting))
     problem = Problem.from_request(mean_pass_request(request))
     assignment = _assignment(problem, where)
     latency_ms = costs.latency_ms(problem, assignment)
@@ -336,22 +346,23 @@ def copies(request: PlacementRequest) -> tuple[tuple[str, ...], float | None]:
     return tuple(problem.devices[index].name for index in places), rate
 
 
-def report(request: PlacementRequest, where: Mapping[str, str], value_ms: float) -> Generation:
+def report(request: PlacementRequest, found: Placement, value_ms: float) -> Generation:
     """Return the times of a generation on a map.
 
     Args:
         request: with objective ``generation``.
-        where: the device of each layer.
+        found: the device of each layer, and the layers whose parameters rest on the host.
         value_ms: the objective of the map.
     """
+    where, resting = found.layer_devices, found.resting
     passes = passes_of(request)
     asked = passes.asked
     tokens = asked.new_tokens * passes.prompt.batch_size
     devices, rate = copies(request)
     return Generation(
         **asked.model_dump(),
-        first_token_ms=_pass_ms(request, passes.prompt, where),
-        token_ms=_pass_ms(request, passes.token, where) if asked.new_tokens > 1 else None,
+        first_token_ms=_pass_ms(request, passes.prompt, where, resting),
+        token_ms=_pass_ms(request, passes.token, where, resting) if asked.new_tokens > 1 else None,
         generation_ms=asked.sequences_in_flight * value_ms,
         tokens_per_s=1000 * tokens / value_ms if value_ms else None,
         copies=devices,
@@ -359,12 +370,34 @@ def report(request: PlacementRequest, where: Mapping[str, str], value_ms: float)
     )
 
 
-def _pass_ms(request: PlacementRequest, profile: Profile, where: Mapping[str, str]) -> float:
+def _pass_ms(
+    request: PlacementRequest,
+    profile: Profile,
+    where: Mapping[str, str],
+    resting: Collection[str],
+) -> float:
     """Return the time of one pass alone on a map."""
+    problem = Problem.from_request(_pass_request(request, profile))
+    streamed = frozenset(n for n, layer in enumerate(problem.layers) if layer.name in resting)
+    return costs.latency_ms(problem, _assignment(problem, where), resting=streamed)
+
+
+def _pass_request(request: PlacementRequest, profile: Profile) -> PlacementRequest:
+    """Return the request for one pass alone."""
     changed: dict[str, Any] = {"objective": "latency", "profile": profile}
-    alone = mean_pass_request(request).model_copy(update=changed)
-    problem = Problem.from_request(alone)
-    return costs.latency_ms(problem, _assignment(problem, where))
+    return mean_pass_request(request).model_copy(update=changed)
+
+
+def weighted_passes(request: PlacementRequest) -> list[WeightedPass]:
+    """Return the request for each pass of a generation alone, with its share of all passes.
+
+    Args:
+        request: with objective ``generation``.
+    """
+    passes = passes_of(request)
+    count = passes.asked.new_tokens
+    shares = (1 / count, passes.prompt), ((count - 1) / count, passes.token)
+    return [(share, _pass_request(request, profile)) for share, profile in shares if share]
 
 
 def with_cache(

@@ -15,13 +15,14 @@ devices of few classes over unlike links (``order_search.py``). Objectives ``ste
 have their own searches (``step_search.py``, ``fewest_devices.py``), which use this one for small
 bottlenecks. Where replicas are asked for, ``replica_search.py`` runs these searches for each shape.
 Objective ``generation`` asks for the latency and the bottleneck of a mean pass
-(``generation.py``).
+(``generation.py``). Where ``host_memory_bytes`` is given, parameters may rest on the host
+(``tiers.py``).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -31,7 +32,7 @@ from typing import NamedTuple
 from placer.errors import InputError, kind_of
 from placer.exports.restriction import expressible, restricted_reason
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
-from placer.solver import answer, generation, ties
+from placer.solver import answer, generation, tiers, ties
 from placer.solver.bounds import simple_bounds
 from placer.solver.chain import initial_placements, optimal_cuts, refined_cuts
 from placer.solver.check import check
@@ -139,8 +140,17 @@ def _answer(
     progress: Progress | None,
     stop: threading.Event | None,
     began: float,
+    passes: Sequence[tiers.WeightedPass] = (),
 ) -> Placement:
-    """Return the placement without its limits; it is not yet checked."""
+    """Return the placement without its limits; it is not yet checked.
+
+    Args:
+        request: the question.
+        progress: as for ``solve``.
+        stop: as for ``solve``.
+        began: when the solve began, by the monotonic clock.
+        passes: of which the request asks for the mean; empty for a single pass.
+    """
     asked = expressible(request)
     if asked is not request:
         placement = _answer(asked, progress, stop, began)
@@ -149,8 +159,15 @@ def _answer(
             changed["infeasible"] = restricted_reason(request, placement.infeasible)
         return placement.model_copy(update=changed)
     if request.objective == "generation":
+        both = generation.weighted_passes(request)
         return generation.solved(
-            request, lambda asked, told: _answer(asked, told, stop, monotonic()), progress
+            request,
+            lambda asked, told: _answer(asked, told, stop, monotonic(), both),
+            progress,
+        )
+    if request.host_memory_bytes is not None:
+        return tiers.solved(
+            request, lambda asked: _answer(asked, None, stop, monotonic()), stop, passes
         )
     meter = Meter(request.work_limit or inf)
     if may_replicate(request):

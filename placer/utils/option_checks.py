@@ -58,7 +58,8 @@ def refuse_converted(name: str, given: Any, made: Any) -> None:
     """Raise an InputError if validation made a flag or number of a value of another kind.
 
     A text or a flag that becomes a number is a mistake of the caller, and so is a number that
-    becomes a flag. A whole number may be given as a float: ``24e9`` bytes.
+    becomes a flag. A whole number may be given as a float: ``24e9`` bytes. A field that accepts
+    sizes with units, such as ``"24GiB"``, reads them itself.
 
     Args:
         name: of the option, for the message.
@@ -72,10 +73,19 @@ def refuse_converted(name: str, given: Any, made: Any) -> None:
     if isinstance(made, bool) and isinstance(given, str | bytes | int | float):
         if not isinstance(given, bool):
             raise InputError(f"{name}: should be True or False, not {_shown(given)}")
-    elif is_number and isinstance(given, str | bytes | bool):
+    elif is_number and isinstance(given, str | bytes | bool) and not _has_unit(given):
         whole = isinstance(made, int) or (math.isfinite(made) and made.is_integer())
         number = int(made) if whole else made
         raise InputError(f"{name}: should be a number, not {_shown(given)}; give {number!r}")
+
+
+def _has_unit(given: str | bytes | bool) -> bool:
+    """Return whether a text is not a plain number, so that its field has read it by intention."""
+    try:
+        float(given)
+    except ValueError:
+        return True
+    return False
 
 
 def _is_flag(value: Any) -> bool:

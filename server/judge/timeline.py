@@ -96,7 +96,8 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     """Simulate a batch of a placement, pass by pass, under the placement's own schedule.
 
     Of replicas the timeline shows the first pipeline, with its exchanges as part of the optimizer.
-    Of objective ``generation`` it shows a mean pass.
+    Of objective ``generation`` it shows a mean pass. Where parameters rest on the host, a pass has
+    their copies in it, which begin with the pass here.
 
     Args:
         request: Request that the placement answers.
@@ -122,6 +123,8 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     index = {device.name: number for number, device in enumerate(problem.devices)}
     recomputed = frozenset(index[name] for name in placement.recompute if name in index)
     pipeline = pipelines.pipeline_of(problem, assignment, result.stages, recomputed)
+    if placement.resting:
+        pipeline = _with_copies(pipeline, problem, assignment, result.stages, placement)
     shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
     problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
     held = placement.in_flight or result.in_flight
@@ -157,6 +160,32 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         passes=_passes(run, devices),
         copies=_copies(run, devices),
     )
+
+
+def _with_copies(
+    pipeline: schedule.Pipeline,
+    problem: Indexed,
+    assignment: Sequence[int],
+    stages: Sequence[int],
+    placement: Placement,
+) -> schedule.Pipeline:
+    """Return the pipeline with the copies of parameters from the host as a part of its passes."""
+    from placer.solver import costs, pipelines
+
+    stage_of, places = pipelines.staged(problem, assignment, stages)
+    resting = frozenset(
+        number for number, layer in enumerate(problem.layers) if layer.name in placement.resting
+    )
+    forward_ms = tuple(
+        costs.stage_ms(
+            problem,
+            [layer for layer, own in enumerate(stage_of) if own == stage],
+            place,
+            resting,
+        )
+        for stage, place in enumerate(places)
+    )
+    return replace(pipeline, forward_ms=forward_ms)
 
 
 def _evaluated(

@@ -49,7 +49,7 @@ def _cluster(memory_gib: int) -> dict[str, Any]:
 def _request(memory_gib: int, **more: Any) -> dict[str, Any]:
     names = ["embed", "block.0", "block.1", "head"]
     profile = {
-        "schema_version": "2",
+        "schema_version": "3",
         "model": "Example",
         "training": True,
         "optimizer": "adam",
@@ -63,7 +63,7 @@ def _request(memory_gib: int, **more: Any) -> dict[str, Any]:
         "edges": [_edge(source, target) for source, target in pairwise(names)],
     }
     return {
-        "schema_version": "2",
+        "schema_version": "3",
         "profile": profile,
         "cluster": _cluster(memory_gib),
         "time_limit_s": 10,
@@ -198,7 +198,7 @@ def graphs() -> dict[str, dict[str, Any]]:
     return {
         "one layer": {
             "summary": "A linear layer of 16 features, measured on one device",
-            "value": {"schema_version": "2", "graph": _graph(), "devices": 1, "repeats": 2},
+            "value": {"schema_version": "3", "graph": _graph(), "devices": 1, "repeats": 2},
         }
     }
 
@@ -208,7 +208,7 @@ def estimates() -> dict[str, dict[str, Any]]:
     return {
         "two cards": {
             "summary": "Training of a linear layer of 16 features on two cards of 24 GiB",
-            "value": {"schema_version": "2", "graph": _graph(), "devices": "2x24GiB"},
+            "value": {"schema_version": "3", "graph": _graph(), "devices": "2x24GiB"},
         }
     }
 

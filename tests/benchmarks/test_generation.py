@@ -36,6 +36,22 @@ def test_it_runs_on_stand_ins_and_makes_the_tokens_of_the_unsplit_model(
 
 
 @pytest.mark.integration
+def test_weights_on_the_host_give_the_tokens_of_weights_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transformers()
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PLACER_GENERATION_ENGINES", "host")
+    module = importlib.import_module("benchmarks.generation")
+    monkeypatch.setattr(module, "ROUNDS", 1)
+    monkeypatch.setattr(module.record, "known", lambda name: [])
+    first, same = module.run()
+    assert "3 of 7 layers on the host" in first["case"]
+    assert first["value"] > 0 and list(first["peers"]) == [same["measure"].partition(": ")[2]]
+    assert same["value"] == 100.0
+
+
+@pytest.mark.integration
 def test_several_groups_in_flight_have_the_tokens_of_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from placer.schema import Batch, Placement, PlacementRequest, Profile
+from placer.schema import SCHEMA_VERSION, Batch, Placement, PlacementRequest, Profile
 from placer_server.workers.solving import default_solver
 
 FILES = Path(__file__).parents[1] / "placer" / "schema" / "version_1"
@@ -36,7 +36,7 @@ def database(tmp_path):
 def current(reply, kind):
     """Return what a reply holds, which must be of the current version."""
     assert reply.status_code == 200, reply.text
-    assert reply.json()["schema_version"] == "2"
+    assert reply.json()["schema_version"] == SCHEMA_VERSION
     assert not [name for name in OLD_NAMES if name in reply.content]
     return kind.model_validate_json(reply.content)
 
@@ -50,7 +50,7 @@ def test_a_request_of_version_1_is_answered(serve):
     assert found.id == PlacementRequest.model_validate(body).content_hash()
 
 
-@pytest.mark.parametrize("version", ["1", "2", None])
+@pytest.mark.parametrize("version", ["1", "2", "3", None])
 def test_a_profile_of_version_1_is_answered_in_a_request_of_any_version(serve, version):
     body = {"profile": old("profile"), "schema_version": version}
     if version is None:
@@ -115,7 +115,7 @@ def test_a_database_of_version_1_answers_under_its_ids(serve, database):
 def test_a_placement_of_a_database_of_version_1_is_shown_and_evaluated(serve, database):
     client = serve(database=database)
     shown = client.get(f"/v1/placements/{ANSWERED}/timeline").json()
-    assert (shown["id"], shown["schema_version"]) == (ANSWERED, "2")
+    assert (shown["id"], shown["schema_version"]) == (ANSWERED, SCHEMA_VERSION)
     assert client.get(f"/v1/placements/{ANSWERED}/report").status_code == 200
     reply = client.post(
         f"/v1/placements:evaluate?id={ANSWERED}",

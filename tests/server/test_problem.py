@@ -70,7 +70,7 @@ FAULTS = {
     ),
     "an unknown version": (
         lambda b: {**b, "schema_version": "7"},
-        ["schema_version", "'7'", "'1' and '2'"],
+        ["schema_version", "'7'", "'1', '2' and '3'"],
     ),
     "an unknown version of the profile": (
         lambda b: with_profile(b, schema_version="0"),

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import get_ident
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -263,6 +263,16 @@ def _are_on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
+class BorrowedWeights(Protocol):
+    """Weights that a module has on its device only while it runs."""
+
+    def enter(self) -> None:
+        """Provide the weights."""
+
+    def leave(self) -> None:
+        """Take them away."""
+
+
 class Arrival:
     """A forward pre-hook that moves a module's inputs to its device while it runs.
 
@@ -277,11 +287,14 @@ class Arrival:
         self._arrivals = arrivals
         self._device = device
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments on the device; None in a copy and in torch.compile."""
         if torch.compiler.is_dynamo_compiling() or self._arrivals is None or not devices.observed():
             return None
-        return self._arrivals.enter(self._device).moved((args, kwargs))
+        moved = self._arrivals.enter(self._device).moved((args, kwargs))
+        if (weights := self._arrivals.borrowed().get(module)) is not None:
+            weights.enter()
+        return moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Arrival:
         return Arrival(None, self._device)
@@ -300,13 +313,15 @@ class Departure:
     def __init__(self, arrivals: ModuleHooks | None) -> None:
         self._arrivals = arrivals
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         """Restore the module's inputs; do nothing in a copy and in torch.compile."""
         if (
             not torch.compiler.is_dynamo_compiling()
             and self._arrivals is not None
             and devices.observed()
         ):
+            if (weights := self._arrivals.borrowed().get(module)) is not None:
+                weights.leave()
             self._arrivals.leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Departure:
@@ -321,12 +336,19 @@ class ModuleHooks:
 
     Args:
         modules: the device of each module.
+        borrowed: returns, by module, the weights that it has on its device only while it runs.
 
     Attributes:
         alignments: by thread, the mode that aligns its operations between the modules.
+        borrowed: as given.
     """
 
-    def __init__(self, modules: Mapping[nn.Module, torch.device]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[nn.Module, torch.device],
+        borrowed: Callable[[], Mapping[nn.Module, BorrowedWeights]] = dict,
+    ) -> None:
+        self.borrowed = borrowed
         self.alignments: dict[int, Alignment] = {}
         self._handles = [
             handle

@@ -474,7 +474,7 @@ class Decoding:
         before = _random_states()
         tracer = OperationTrace()
         try:
-            with tracer:
+            with tracer, self._hooks.noted(tracer.note_action):
                 result = self._hooks.run_model(args, kwargs)
         except torch.OutOfMemoryError:
             raise

@@ -74,7 +74,7 @@ def generate_many(
     if in_flight is None:
         assignment = placed.assignment
         names = (name for name, _ in placed.module.named_parameters())
-        in_flight = max(1, len({assignment.of_state(name) for name in names}))
+        in_flight = max(1, len({assignment.place_of(name) for name in names}))
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
         raise InputError(
             f"in_flight={in_flight!r}: give a whole number of prompts, 1 or more, or None"

@@ -249,6 +249,15 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse("it copies a tensor to the host")
         return target
 
+    def note_action(self, action: Any, device: torch.device) -> None:
+        """Note something that the pass does on a device, beside operations of torch.
+
+        Args:
+            action: a function without arguments; an equal pass has the same object here.
+            device: where it happens.
+        """
+        self.trace.operations.append(Operation(action, (), {}, [], [], [], device))
+
     def _read(self, tensor: Tensor, is_lifted: bool) -> int:
         """Return the number of an argument, a new number for an external tensor."""
         known = self.number(tensor)

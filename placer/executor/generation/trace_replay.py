@@ -20,6 +20,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.executor.generation.operation_trace import Operation, Trace, Value, tensors_of
+from placer.executor.state.resting_weights import Action, RestingReplay
 
 
 @dataclass
@@ -32,6 +33,8 @@ class Piece:
         arrivals: copies from other devices that it starts with.
         operations: what it runs then.
         replay: runs the operations; a recording's replay on a GPU.
+        resting: copies the weights that rest on the host; None if the piece reads none.
+        next: the next piece on the device that reads such weights; None without one.
     """
 
     device: torch.device
@@ -39,6 +42,8 @@ class Piece:
     arrivals: list[Operation] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     replay: Callable[[], None] | None = None
+    resting: RestingReplay | None = None
+    next: Piece | None = None
 
 
 class TraceReplay:
@@ -55,6 +60,7 @@ class TraceReplay:
     def __init__(self, trace: Trace, results: Collection[int]) -> None:
         self.pieces = _pieces(trace)
         self._values: dict[int, Tensor] = {**trace.constants, **trace.externals, **trace.arrived}
+        self._first = _with_resting(self.pieces)
         self._last_reads = _last_reads(self.pieces, set(self._values) | set(results))
 
     def record(self, streams: devices.SideStreams | None = None) -> None:
@@ -85,11 +91,19 @@ class TraceReplay:
 
     def run(self) -> None:
         """Run the pass; the host does not wait for the devices."""
+        for resting in self._first:
+            resting.begin()
         for piece in self.pieces:
             for arrival in piece.arrivals:
                 self._receive(arrival)
+            if piece.resting is not None:
+                piece.resting.wait()
             if piece.replay is not None:
                 piece.replay()
+            if piece.resting is not None:
+                piece.resting.end()
+                if piece.next is not None and piece.next.resting is not None:
+                    piece.next.resting.begin()
 
     def value(self, number: int) -> Tensor:
         """Return a value of the latest pass; the next one overwrites it."""
@@ -104,13 +118,35 @@ class TraceReplay:
     def run_piece(self, piece: Piece) -> None:
         """Run the operations of a piece one by one."""
         values, last_reads = self._values, self._last_reads
+        if piece.resting is not None:
+            piece.resting.restart()
         for operation in piece.operations:
+            if piece.resting is not None and isinstance(operation.function, Action):
+                piece.resting.act(operation.function)
+                continue
             made = operation.function(
                 *_filled(operation.args, values), **_filled(operation.kwargs, values)
             )
             values.update(zip(operation.makes, tensors_of(made), strict=True))
             for number in last_reads.get(id(operation), ()):
                 values.pop(number, None)
+
+
+def _with_resting(pieces: Iterable[Piece]) -> list[RestingReplay]:
+    """Let pieces copy the weights that rest on the host; return the first of each device."""
+    latest: dict[torch.device, Piece] = {}
+    first = []
+    for piece in pieces:
+        actions = [one.function for one in piece.operations if isinstance(one.function, Action)]
+        if not actions:
+            continue
+        piece.resting = RestingReplay(actions)
+        if piece.device in latest:
+            latest[piece.device].next = piece
+        else:
+            first.append(piece.resting)
+        latest[piece.device] = piece
+    return first
 
 
 def _run_later(replay: TraceReplay, piece: Piece) -> Callable[[], None]:

@@ -123,6 +123,7 @@ class Streams:
                 f"batches is one {type(batches).__name__}; "
                 "give an iterable of batches: [x], x.split(32), a DataLoader"
             )
+        self._settings.refuse_resting("flow.stream")
         if in_flight is not None:
             require_count("in_flight", in_flight, "batches")
         if options is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from placer import devices
 from placer.capture.layers import Layer, LayerGraph
-from placer.errors import InputError, PlacementError
+from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.state.replication import ONE_PIPELINE, Replication, owners
 from placer.schema import Placement
 from placer.schema.base import MERGED, WHOLE
@@ -30,36 +31,46 @@ class Assignment:
     layer without any of these takes the device of the previous layer.
 
     Args:
-        devices: by layer name.
+        devices_of: by layer name.
         default: the device of everything else.
         replication: the further devices that hold the same layers.
 
     Attributes:
         default: the device of everything else.
         replication: as given.
+        resting: the layer of each parameter that rests in the host's memory, by name.
         owners: the devices of parameters that are not on the device of their layer, but on another
             one that holds it; by name.
     """
 
     def __init__(
         self,
-        devices: Mapping[str, torch.device],
+        devices_of: Mapping[str, torch.device],
         default: torch.device,
         replication: Replication = ONE_PIPELINE,
     ) -> None:
         self.default = default
         self.replication = replication
         self.owners: Mapping[str, torch.device] = {}
-        self._exact = dict(devices)
+        self.resting: Mapping[str, str] = {}
+        self._layers: dict[str, str] = {}
+        self._exact = dict(devices_of)
+        self._names = list(devices_of)
         self._inner: dict[str, torch.device] = {}
         # every path of a merged or repeated layer, and all modules around it, first entry wins
-        for name, device in devices.items():
+        for name, device in devices_of.items():
             for unit in name.split(MERGED):
                 path = unit.partition("@")[0]
                 self._exact.setdefault(path, device)
+                self._layers.setdefault(path, name)
                 while path:
                     path = path.rpartition(".")[0]
                     self._inner.setdefault(path, device)
+
+    @property
+    def layers(self) -> list[str]:
+        """Return the names in the map, in its order."""
+        return self._names
 
     @property
     def devices(self) -> list[torch.device]:
@@ -82,6 +93,47 @@ class Assignment:
             return self.owners[name]
         return self.of_path(name.rpartition(".")[0]) or self.default
 
+    def place_of(self, name: str) -> torch.device:
+        """Return the device that reads a parameter or buffer, wherever it rests."""
+        if name in self.resting:
+            return self.of_path(name.rpartition(".")[0]) or self.default
+        return self.of_state(name)
+
+    def rest(self, module: nn.Module, layers: Collection[str]) -> None:
+        """Let the parameters of layers rest in the host's memory.
+
+        Parameters that other layers share stay on their device, and so does everything on a device
+        whose memory is the host's.
+
+        Args:
+            module: the model.
+            layers: the names of layers in the map.
+
+        Raises:
+            PlacementError: a parameter is of a kind that cannot rest on the host.
+        """
+        users: dict[int, set[str | None]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            users.setdefault(id(parameter), set()).add(self._layer_of(name))
+        resting = {}
+        for name, parameter in module.named_parameters():
+            layer = self._layer_of(name)
+            if layer is None or layer not in layers or users[id(parameter)] != {layer}:
+                continue
+            if devices.same(self.of_state(name), devices.HOST):
+                continue
+            _refuse_resting(name, parameter)
+            resting[name] = layer
+        self.resting = resting
+        self.owners = {**self.owners, **dict.fromkeys(resting, devices.HOST)}
+
+    def _layer_of(self, name: str) -> str | None:
+        """Return the layer of a parameter; None if no layer of the map is around it."""
+        path = name.rpartition(".")[0]
+        while path and path not in self._layers:
+            path = path.rpartition(".")[0]
+        return self._layers.get(path)
+
     def divide(self, module: nn.Module) -> None:
         """Divide the parameters of every stage among the devices that hold it."""
         self.owners = {}
@@ -99,6 +151,16 @@ class Assignment:
             return self._exact[layer.name]
         places = (self.of_path(path) for path in layer.modules)
         return next((place for place in places if place is not None), None)
+
+
+def _refuse_resting(name: str, parameter: nn.Parameter) -> None:
+    """Raise a PlacementError if a parameter cannot be copied to a buffer as a block of memory."""
+    is_usual = type(parameter) is nn.Parameter and parameter.layout == torch.strided
+    if not is_usual or devices.attached(parameter):
+        raise PlacementError(
+            f"parameter {name!r} is {kind_of(parameter)}, which cannot rest on the host; give a "
+            "placement that was solved without host_memory_bytes"
+        )
 
 
 def placing(given: Placement | Mapping[str, Any]) -> Placement:

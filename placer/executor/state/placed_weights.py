@@ -17,7 +17,15 @@ from placer.executor.state.assignment import Assignment
 from placer.executor.state.clones import Clones
 from placer.executor.state.replication import Replication
 from placer.executor.state.state_copies import Copies
-from placer.executor.state.state_moves import Home, Whereabouts, bring_state, move_state, settle
+from placer.executor.state.state_moves import (
+    Home,
+    Whereabouts,
+    bring_state,
+    move_state,
+    pin,
+    settle,
+    unpin,
+)
 
 
 class PlacedWeights:
@@ -47,6 +55,8 @@ class PlacedWeights:
         self.optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._home = Home(module)
         self._moves = 0
+        # the addresses of the parameters that rest in pinned memory, by name
+        self._pinned: dict[str, int] = {}
         # names of state that a graph has moved to its layers, and the devices of all state then
         self._settled: set[str] = set()
         self._places: list[torch.device] = []
@@ -84,6 +94,7 @@ class PlacedWeights:
                 self.clones.cover(assignment.devices)
             else:
                 move_state(self.module, assignment.of_state, known)
+                self.pin(assignment)
                 for optimizer in optimizers:
                     bring_state(optimizer)
                 if clear_cache:
@@ -98,9 +109,29 @@ class PlacedWeights:
             before.restore()
             raise
 
+    def pin(self, assignment: Assignment) -> tuple[int, ...]:
+        """Move the parameters that rest on the host into pinned memory, unless they are there.
+
+        Args:
+            assignment: the devices, and which parameters rest.
+
+        Returns:
+            A key that changes if one of these parameters was replaced by another.
+        """
+        if not assignment.resting:
+            self._pinned = {}
+            return ()
+        own = dict(self.module.named_parameters())
+        places = {name: own[name].data_ptr() for name in assignment.resting}
+        pin(self.module, [name for name in places if self._pinned.get(name) != places[name]])
+        self._pinned = {name: own[name].data_ptr() for name in places}
+        return tuple(id(own[name]) for name in places)
+
     def restore(self) -> None:
         """Restore the devices of all state, and all gradient flags."""
         self._home.restore(self.module, self.optimizers)
+        unpin(self.module, self._pinned)
+        self._pinned = {}
         vars(self).update(_moves=self._moves + 1, _settled=set())
 
     def bring_back(self, assignment: Assignment, state: Sequence[Tensor]) -> bool:
@@ -116,6 +147,7 @@ class PlacedWeights:
         if self.clones is not None or self._places == _places(state):
             return False
         move_state(self.module, assignment.of_state, self.optimizers)
+        self.pin(assignment)
         vars(self).update(_moves=self._moves + 1, _settled=set(), _places=_places(state))
         return True
 
@@ -139,7 +171,9 @@ class PlacedWeights:
         # state was moved from outside: verify every layer again
         if self._places != _places(state):
             vars(self).update(_moves=self._moves + 1, _settled=set())
-        settle(graph, places, self.optimizers, self._settled, replication)
+        own = dict(self.module.named_parameters()) if self._pinned else {}
+        resting = {id(own[name]) for name in self._pinned if name in own}
+        settle(graph, places, self.optimizers, self._settled, replication, resting)
         self.note_places(state)
 
     def note_places(self, state: Sequence[Tensor]) -> None:

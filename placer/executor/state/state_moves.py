@@ -144,6 +144,34 @@ def move_state(
         raise
 
 
+def pin(module: nn.Module, names: Collection[str]) -> None:
+    """Move parameters into host memory from which GPUs copy quickly.
+
+    Args:
+        module: the model.
+        names: of parameters on the host.
+    """
+    own = dict(module.named_parameters())
+    blocks = devices.PinnedBlocks(sum(devices.aligned_bytes(own[name]) for name in names))
+    with torch.inference_mode(False), torch.no_grad():
+        for name in names:
+            own[name].data = blocks.copied(own[name].detach())
+
+
+def unpin(module: nn.Module, names: Collection[str]) -> None:
+    """Give parameters on the host ordinary memory of their own, after ``pin``.
+
+    Args:
+        module: the model.
+        names: of parameters, wherever they are.
+    """
+    own = dict(module.named_parameters())
+    with torch.inference_mode(False), torch.no_grad():
+        for name in names:
+            if name in own and devices.location(own[name]) == devices.HOST:
+                own[name].data = own[name].detach().clone()
+
+
 def _by_module(module: nn.Module) -> dict[str, list[tuple[str, Any]]]:
     """Return for each module path its named parameters, buffers and objects with tensors."""
     found: dict[str, list[tuple[str, Any]]] = {}
@@ -204,6 +232,7 @@ def settle(
     optimizers: Collection[torch.optim.Optimizer],
     settled: set[str],
     replication: Replication,
+    resting: Collection[int] = (),
 ) -> None:
     """Move state that the map did not cover to its first layer's device.
 
@@ -216,12 +245,15 @@ def settle(
         settled: names that stay, because another graph of the model uses them; extended by this
             graph's.
         replication: the further devices that hold the same layers, and may own their parameters.
+        resting: the ``id`` of each parameter that rests on the host.
     """
     for layer, place in zip(graph.layers, places, strict=True):
         for name in layer.state:
             if name in settled or name in graph.constants:
                 continue
             settled.add(name)
+            if id(graph.state[name]) in resting:
+                continue
             if not any(_is_at(graph.state[name], own) for own in replication.of(place)):
                 relocate(graph.state[name], place, optimizers)
 

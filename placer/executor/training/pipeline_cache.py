@@ -183,6 +183,7 @@ class Pipelines:
         capture = placed.captured(first, needed)
         if capture is None:
             return None
+        settings.refuse_resting("a training step")
         recompute = settings.recomputed()
         asked = _requires_gradients(batch)
         room = self._room()

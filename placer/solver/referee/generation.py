@@ -103,15 +103,20 @@ def _cache(request: PlacementRequest, layer: Layer) -> int:
     return asked.sequences_in_flight * (with_cache - layer.buffer_bytes)
 
 
-def value_ms(request: PlacementRequest, asked: PlacementRequest, where: Where) -> float:
+def value_ms(request: PlacementRequest, asked: PlacementRequest, placement: Placement) -> float:
     """Return the time between the ends of two generations.
 
     Args:
         request: the question.
         asked: the request for a mean pass.
-        where: by layer, its device.
+        placement: the answer.
     """
     _, _, options = _parts(request)
+    where = placement.layer_devices
+    if placement.resting:
+        passes = [latency_ms(request, where, placement.resting)]
+        passes += [_token_ms(request, placement)] * (options.new_tokens - 1)
+        return sum(passes)
     alone = latency_ms(asked, where)
     if options.sequences_in_flight == 1:
         return options.new_tokens * alone
@@ -145,7 +150,10 @@ def claimed_for_mean_pass(
         changed["single_device"] = single = single.model_copy(update={"objective_value": each})
     where = placement.layer_devices
     if where:
-        value = (latency_ms if asked.objective == "latency" else busiest_ms)(asked, where)
+        is_latency = asked.objective == "latency"
+        value = (
+            latency_ms(asked, where, placement.resting) if is_latency else busiest_ms(asked, where)
+        )
         changed |= {"objective_value": value, "bound": 0.0, "gap": 1.0 if value else 0.0}
         changed["status"] = "feasible" if value else "optimal"
         changed["speedup"] = single.objective_value / value if single and value else None
@@ -168,23 +176,29 @@ def check_report(request: PlacementRequest, placement: Placement, value: float) 
         placement: the answer.
         value: its objective.
     """
-    prompt, token, options = _parts(request)
+    prompt, _, options = _parts(request)
     said, where = placement.generation, placement.layer_devices
     if said is None:
         raise PlacementError("a placement for generations comes with its times")
     equal("generation", {name: getattr(said, name) for name in dict(options)}, dict(options))
-    near("first_token_ms", said.first_token_ms, latency_ms(request, where))
+    near("first_token_ms", said.first_token_ms, latency_ms(request, where, placement.resting))
     equal("whether token_ms is given", said.token_ms is not None, options.new_tokens > 1)
     if said.token_ms is not None:
-        # the request's devices and links count
-        changed = {"profile": token, "cluster": request.placed_on}
-        later = request.model_copy(update=changed)
-        near("token_ms", said.token_ms, latency_ms(later, where))
+        near("token_ms", said.token_ms, _token_ms(request, placement))
     near("generation_ms", said.generation_ms, options.sequences_in_flight * value)
     tokens = options.new_tokens * prompt.batch_size
     if said.tokens_per_s is None or not close(said.tokens_per_s * value, 1000.0 * tokens):
         equal("tokens_per_s", said.tokens_per_s, 1000.0 * tokens / value if value else None)
     _check_copies(request, said)
+
+
+def _token_ms(request: PlacementRequest, placement: Placement) -> float:
+    """Return the time of a pass of one token alone."""
+    _, token, _ = _parts(request)
+    # the request's devices and links count
+    changed = {"profile": token, "cluster": request.placed_on}
+    later = request.model_copy(update=changed)
+    return latency_ms(later, placement.layer_devices, placement.resting)
 
 
 def _check_copies(request: PlacementRequest, said: Generation) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from placer.schema import Edge, PlacementRequest
+from placer.solver.referee import tiers
 
 Where = Mapping[str, str]
 
+COPY = "copy of "
+"""The beginning of the name of the copy of a layer's parameters, as an event."""
 
-def latency_ms(request: PlacementRequest, where: Where) -> float:
-    """Return the time of one micro-batch through the model, in training also backwards."""
+
+def latency_ms(request: PlacementRequest, where: Where, resting: Collection[str] = ()) -> float:
+    """Return the time of one micro-batch through the model, in training also backwards.
+
+    Args:
+        request: the question.
+        where: by layer, its device.
+        resting: the layers whose parameters rest on the host; none in training.
+    """
     links = {(link.source, link.target): link for link in request.placed_on.links}
     kinds = {device.name: device.type for device in request.devices}
     names = [layer.name for layer in request.profile.layers]
@@ -28,7 +38,11 @@ def latency_ms(request: PlacementRequest, where: Where) -> float:
         for t in e.targets
     ]
     total = _last_finish(
-        names, where, arrows, lambda name: layers[name].forward_ms[kinds[where[name]]]
+        names,
+        where,
+        arrows,
+        lambda name: layers[name].forward_ms[kinds[where[name]]],
+        tiers.copy_times(request, where, resting),
     )
     if request.is_training:
         arrows = [
@@ -48,15 +62,38 @@ def _last_finish(
     where: Where,
     arrows: list[tuple[str, str, float]],
     time: Callable[[str], float],
+    copies: Mapping[str, float] | None = None,
 ) -> float:
-    waits: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
-    for before, after, delay in arrows:
+    copies = copies or {}
+    waits: dict[str, list[tuple[str, float]]] = {
+        event: [] for name in names for event in (name, f"{COPY}{name}")
+    }
+    for before, after, delay in (*arrows, *_order_of_copies(names, where, copies)):
         waits[after].append((before, delay))
     done: dict[str, float] = {}
     busy_until: dict[str, float] = {}
     for name in names:
+        if name in copies:
+            copy = f"{COPY}{name}"
+            done[copy] = max([0.0, *(done[before] for before, _ in waits[copy])]) + copies[name]
         ready = busy_until.get(where[name], 0.0)
         for before, delay in waits[name]:
             ready = max(ready, done[before] + delay)
         done[name] = busy_until[where[name]] = ready + time(name)
     return max(done.values())
+
+
+def _order_of_copies(
+    names: list[str], where: Where, copies: Mapping[str, float]
+) -> list[tuple[str, str, float]]:
+    """Return what copies wait for, and what waits for them: two buffers, filled in turn."""
+    found: list[tuple[str, str, float]] = []
+    for device in set(where.values()):
+        streamed = [name for name in names if name in copies and where[name] == device]
+        for place, name in enumerate(streamed):
+            found.append((f"{COPY}{name}", name, 0.0))
+            if place > 0:
+                found.append((f"{COPY}{streamed[place - 1]}", f"{COPY}{name}", 0.0))
+            if place > 1:
+                found.append((streamed[place - 2], f"{COPY}{name}", 0.0))
+    return found

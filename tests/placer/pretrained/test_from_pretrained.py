@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import resting_models
 import torch
 from generating_models import MAKERS
 from model_list import transformers
@@ -21,6 +22,8 @@ import placer
 from placer.errors import InfeasibleError, InputError, MissingExtraError
 from placer.estimator import checkpoints
 from placer.pretrained.checkpoint_folder import checkpoint_folder
+from placer.profiler.links import cluster
+from placer.schema import Device, Rate
 from placer.testing import logical_devices
 
 GREEDY: dict[str, Any] = {
@@ -246,3 +249,28 @@ def test_without_transformers_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch-placer\[transformers\]'"):
         placed(llama)
+
+
+def test_weights_that_do_not_fit_rest_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = resting_models.pair()
+    model.save_pretrained(tmp_path)
+    describe = cluster._describe
+
+    def with_rate(*args: Any) -> Device:
+        # stand-ins have no link to the host, so nothing would rest
+        rate = Rate(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
+        return describe(*args).model_copy(update={"from_host": rate})
+
+    monkeypatch.setattr(cluster, "_describe", with_rate)
+    weights = sum(one.numel() * one.element_size() for one in model.parameters())
+    given: dict[str, Any] = {"devices": ["cpu:0"], "memory_bytes": 9 * weights // 10}
+    with logical_devices(1):
+        with pytest.raises(InfeasibleError):
+            placed(tmp_path, **given)
+        llm = placed(tmp_path, host_memory_bytes="1GiB", **given)
+        assert llm.placement.resting
+        found = llm.generate(torch.arange(3, 12)[None], **GREEDY)
+    assert found.tolist() == reference.generate(torch.arange(3, 12)[None], **GREEDY).tolist()
+    assert llm.flow.generation_report.recorded > 0

@@ -39,7 +39,7 @@ def test_the_guides_program_and_command_stream_text(
     for block in others:
         exec(compile(block.text, GUIDE, "exec"), names)
         assert capsys.readouterr().out.strip()
-    (command,) = (block for block in parts("sh") if block.text.startswith("placer run"))
-    answer = run(*shlex.split(command.text)[1:])
-    assert answer.code == 0 and answer.out.strip(), answer.err
-    assert "tokens/s" in answer.err.splitlines()[-1]
+    for command in (block for block in parts("sh") if block.text.startswith("placer run")):
+        answer = run(*shlex.split(command.text)[1:])
+        assert answer.code == 0 and answer.out.strip(), answer.err
+        assert "tokens/s" in answer.err.splitlines()[-1]

@@ -134,7 +134,7 @@ def test_every_file_has_a_type():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_file_of_version_1_is_read_as_version_2(name):
+def test_a_file_of_version_1_is_read_as_the_current_version(name):
     text, kind = (FILES / f"{name}.json").read_text(), KINDS[name]
     found = kind.model_validate_json(text)
     assert kind.model_validate(old(name)) == found
@@ -250,6 +250,13 @@ def test_an_old_name_beside_its_new_one_is_refused():
         PlacementRequest.model_validate(old("request") | {"step_kind": "isolated"})
 
 
+def test_an_object_of_version_2_is_read_with_the_defaults_of_version_3():
+    found = Placement(status="feasible", objective="latency", layer_devices={"a": "d"})
+    before = found.model_dump(mode="json", exclude={"resting"}) | {"schema_version": "2"}
+    assert Placement.model_validate(before) == found
+    assert read_json(Placement, json.dumps(before), strict=True).schema_version == "3"
+
+
 def test_a_fault_of_an_older_object_is_told_with_its_place():
     wrong = old("profile")
     wrong["layers"][1]["weights_ms"] = {"cpu": -1}
@@ -258,11 +265,13 @@ def test_a_fault_of_an_older_object_is_told_with_its_place():
     assert wrong["layers"][1]["weights_ms"] == {"cpu": -1}, "the caller's content is unchanged"
 
 
-@pytest.mark.parametrize("version", ["0", "3", "1.0", 1, None, [], {}])
+@pytest.mark.parametrize("version", ["0", "4", "1.0", 1, None, [], {}])
 @pytest.mark.parametrize("name", ["profile", "request", "placement", "refinement", "batch"])
 def test_an_unknown_version_is_told_with_the_known_ones(name, version):
     content = json.dumps(old(name) | {"schema_version": version})
-    with pytest.raises(InputError, match=r"reads versions '1' and '2': upgrade Placer") as error:
+    with pytest.raises(
+        InputError, match=r"reads versions '1', '2' and '3': upgrade Placer"
+    ) as error:
         KINDS[name].model_validate_json(content)
     assert repr(version) in str(error.value)
 
@@ -283,7 +292,7 @@ def test_a_text_of_the_current_version_is_decoded_once(monkeypatch):
 def test_an_invalid_text_without_anything_older_is_not_decoded_again(monkeypatch):
     monkeypatch.setattr(versions, "from_json", lambda *_: pytest.fail("decoded again"))
     with pytest.raises(InputError, match=r"Profile\.layers: is missing"):
-        Profile.model_validate_json('{"schema_version": "2", "model": "any"}')
+        Profile.model_validate_json('{"schema_version": "3", "model": "any"}')
 
 
 @pytest.mark.parametrize(
@@ -298,7 +307,7 @@ def test_what_is_not_json_or_no_object_has_the_error_that_it_had(text):
 
 def test_what_a_store_holds_is_upgraded_wherever_its_version_is():
     placement = json.dumps(old("placement")).encode()
-    assert json.loads(versions.stored_json(placement, Placement))["schema_version"] == "2"
+    assert json.loads(versions.stored_json(placement, Placement))["schema_version"] == "3"
     saved = (FILES / "profile_as_saved.json").read_bytes()
     assert json.loads(versions.stored_json(saved, Profile)) == json.loads(
         Profile.model_validate_json(saved).to_json()

@@ -50,7 +50,7 @@ def test_a_graph_is_measured_and_its_profile_placed_and_had_again(serve, graph_b
     assert profile.layers[0].param_bytes == 16 * 16 * 4
     assert profile.cluster is not None and profile.optimizer == "Adam"
     placed = client.post(
-        "/v1/placements?wait=60", json={"schema_version": "2", "profile": reply.json()}
+        "/v1/placements?wait=60", json={"schema_version": "3", "profile": reply.json()}
     )
     assert placed.json()["status"] == "optimal"
     assert client.get(reply.headers["Location"]).content == reply.content

@@ -23,7 +23,7 @@ def test_one_common_version_is_enough(serve, versions):
     assert serve().get("/v1/placements", headers={HEADER: versions}).status_code == 200
 
 
-@pytest.mark.parametrize("versions", ["1", "1, 3", "one", ",", "1.0", "9" * 5000])
+@pytest.mark.parametrize("versions", ["1", "1, 2", "one", ",", "1.0", "9" * 5000])
 def test_without_a_common_version_both_are_named(serve, versions):
     reply = serve().get("/v1/placements", headers={HEADER: versions})
     assert (reply.status_code, reply.json()["type"]) == (

@@ -1,0 +1,242 @@
+"""A token's time on one GPU, with a part of the weights in the host's memory.
+
+A Llama with the shapes of 6.7 billion parameters may use so little of a GPU's memory that 7.5 GB
+of its weights rest on the host. Placer chooses the layers, and accelerate's ``dispatch_model``
+offloads the same ones. The models are made on ``meta`` and have equal random weights, which are
+filled on the GPU, layer by layer.
+
+On CPU stand-ins, a tiny model only shows that the benchmark runs; its map is given, since stand-ins
+have no link to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from importlib.util import find_spec
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from .. import record
+
+PEER = "accelerate's dispatch_model, the same layers offloaded"
+RESIDENT = "ours, all weights on the device"
+
+_TURNS = 3
+"""Most turns: accelerate takes half a second for a token."""
+
+_HOST_BYTES = 7_500_000_000
+"""Weights that are to rest on the host."""
+
+_OTHER_BYTES = 600_000_000
+"""Keys and values of the text, and the workspace of its passes, in bytes."""
+
+_TARGET_MS = 170.0
+"""The requested time of a token: 7.5 GB cross a link of 55 GB/s in 136 ms."""
+
+
+def rows(turns: int) -> Iterator[dict[str, Any]]:
+    """Yield the time of a token, the prediction, and whether the tokens are equal.
+
+    Args:
+        turns: how often each engine runs.
+    """
+    import torch
+
+    from placer.testing import logical_devices
+
+    from ..executor import cases
+
+    with ExitStack() as stack:
+        if not cases.on_gpus():
+            stack.enter_context(logical_devices(1))
+        place = cases.places(1)[0]
+        batch, length, new = (2, 8, 6) if cases.is_small() else (1, 512, 32)
+        ids = torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(0))
+        placement = _placement(place, ids, new)
+        resting = frozenset(placement.resting)
+        engines = {"ours": _ours(place, placement, stack)}
+        # without a GPU, accelerate has no device to offload from
+        if not cases.on_gpus():
+            everything = placement.model_copy(update={"resting": {}})
+            engines[RESIDENT] = _ours(place, everything, stack)
+        elif find_spec("accelerate") is not None:
+            engines[PEER] = _dispatched(place, resting)
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        texts = {}
+        for name, generate in engines.items():
+            _timed(generate, ids.to(place), new)
+            texts[name] = _timed(generate, ids.to(place), new)[1]
+        for turn in range(min(turns, _TURNS)):
+            for name in list(engines) if turn % 2 == 0 else reversed(engines):
+                prompt_ms, _ = _timed(engines[name], ids.to(place), 1)
+                whole_ms, texts[name] = _timed(engines[name], ids.to(place), new)
+                times[name].append((whole_ms - prompt_ms) / (new - 1))
+    size = sum(load.resting_bytes for load in placement.devices)
+    kind = "tiny Llama" if cases.is_small() else "Llama of 6.7 billion parameters, bf16"
+    what = f"{len(resting)} of {len(placement.layer_devices)} layers on the host"
+    if size:
+        what = f"{size / 1e9:.2f} GB of the weights on the host"
+    yield from _rows(
+        f"{kind}, {what}, {batch} x {length} tokens and {new} more, one device",
+        times,
+        texts,
+        placement.generation.token_ms if placement.generation is not None else None,
+    )
+
+
+def _rows(
+    case: str,
+    times: Mapping[str, list[float]],
+    texts: Mapping[str, list[list[int]]],
+    predicted_ms: float | None,
+) -> Iterator[dict[str, Any]]:
+    from ..executor import cases
+
+    ours = median(times["ours"])
+    yield record.row(
+        case,
+        "a token of each text, weights copied from the host",
+        "ms",
+        _shown(ours),
+        spread=(_shown(min(times["ours"])), _shown(max(times["ours"]))),
+        target=None if cases.is_small() else _TARGET_MS,
+        peers={name: _shown(median(found)) for name, found in times.items() if name != "ours"},
+    )
+    if predicted_ms is not None:
+        error = 100.0 * abs(predicted_ms / ours - 1)
+        yield record.row(
+            case, "error of the predicted time of such a token", "%", _shown(error), target=8.0
+        )
+    for name, text in texts.items():
+        if name == "ours":
+            continue
+        same = [
+            one == other
+            for some, others in zip(texts["ours"], text, strict=True)
+            for one, other in zip(some, others, strict=True)
+        ]
+        share = 100.0 * sum(same) / len(same)
+        yield record.row(case, f"tokens that are those of: {name}", "%", share)
+
+
+def _placement(place: Any, ids: Any, new: int) -> Any:
+    """Return a placement whose weights rest on the host in part."""
+    from placer import GenerationOptions, Placement, suggest
+
+    from ..executor import cases
+
+    if cases.is_small():
+        layers = {name: str(place) for name in _parts(4)}
+        resting = {f"model.layers.{number}": "host" for number in (0, 1, 3)}
+        return Placement(
+            status="feasible", objective="generation", layer_devices=layers, resting=resting
+        )
+    model, _ = _on_meta()
+    weights = sum(one.numel() * one.element_size() for one in model.parameters())
+    layer = sum(one.numel() * one.element_size() for one in model.model.layers[0].parameters())
+    return suggest(
+        model,
+        {"input_ids": ids},
+        devices=[place],
+        memory_bytes=weights - _HOST_BYTES + 2 * layer + _OTHER_BYTES,
+        objective="generation",
+        generation=GenerationOptions(prompt_tokens=ids.shape[1], new_tokens=new),
+        granularity="blocks",
+        host_memory_bytes="64GiB",
+    )
+
+
+def _on_meta() -> tuple[Any, Any]:
+    """Return a model on ``meta``, with the values of its buffers, and its configuration."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from placer import on_meta
+
+    from ..executor import cases
+
+    is_small = cases.is_small()
+    width, inner, layers, heads = (64, 128, 4, 4) if is_small else (4096, 11008, 32, 32)
+    dtype = torch.float32 if is_small else torch.bfloat16
+    config = LlamaConfig(
+        vocab_size=100 if is_small else 32000,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        torch_dtype=dtype,
+    )
+    with on_meta():
+        return LlamaForCausalLM(config).to(dtype).eval(), config
+
+
+def _model(place: Any, resting: Collection[str]) -> Any:
+    """Return the model with its weights, which are equal each time, on the device and the host."""
+    import torch
+
+    model, _ = _on_meta()
+    torch.manual_seed(0)
+    for name in _parts(len(model.model.layers)):
+        part = model.get_submodule(name)
+        part.to_empty(device=place)
+        for parameter in part.parameters():
+            parameter.requires_grad_(False)
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0)
+        if name in resting:
+            part.to("cpu")
+    model.model.rotary_emb.to(place)
+    return model
+
+
+def _parts(layers: int) -> list[str]:
+    """Return the paths of the modules with weights, in execution order."""
+    blocks = [f"model.layers.{number}" for number in range(layers)]
+    return ["model.embed_tokens", *blocks, "model.norm", "lm_head"]
+
+
+def _ours(place: Any, placement: Any, stack: ExitStack) -> Callable[..., Any]:
+    from placer import DataFlow
+
+    flow = DataFlow(_model(place, placement.resting), [place], inference_only=True)
+    flow.update_flow(placement)
+    stack.callback(flow.undo)
+
+    def generate(*args: Any, **options: Any) -> Any:
+        with flow.applied() as model:
+            return model.generate(*args, **options)
+
+    def tell() -> None:
+        if flow.generation_report.not_recorded_because:
+            print(f"not recorded: {flow.generation_report.not_recorded_because}")
+
+    stack.callback(tell)
+    return generate
+
+
+def _dispatched(place: Any, resting: Collection[str]) -> Callable[..., Any]:
+    from accelerate import dispatch_model
+
+    model = _model(place, resting)
+    parts = [*_parts(len(model.model.layers)), "model.rotary_emb"]
+    where = {name: "cpu" if name in resting else place.index for name in parts}
+    generate: Callable[..., Any] = dispatch_model(model, where, main_device=place.index).generate
+    return generate
+
+
+def _timed(generate: Callable[..., Any], ids: Any, new: int) -> tuple[float, list[list[int]]]:
+    """Return the time of a text in ms, and its tokens."""
+    options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    began = perf_counter()
+    # copying to the host waits for the device
+    tokens: list[list[int]] = generate(ids, **options).tolist()
+    return 1e3 * (perf_counter() - began), tokens
+
+
+def _shown(value: float) -> float:
+    return float(f"{value:.4g}")

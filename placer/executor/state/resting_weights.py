@@ -1,0 +1,469 @@
+"""Parameters that rest in the host's memory, and their copies on the devices of their layers.
+
+Each device has two slots of memory. The resting layers of a device take them in turn, so a layer's
+parameters are copied while earlier layers compute::
+
+    compute      [layer 1][layer 2][layer 3][layer 4] ...
+    slot 0       1────────▶        3────────▶
+    slot 1                2────────▶        4────────▶
+    copies       [1][2]    [3]      [4]      ...
+
+A copy into a slot begins when the slot's previous layer has run. ``solver/costs.py`` has the times.
+The views of a slot never move, so recorded passes may read them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.devices import Lane, Mark
+from placer.errors import InputError
+from placer.executor.segments import Segment
+from placer.executor.state.assignment import Assignment
+
+SLOTS = 2
+"""Slots of a device: one is read while the other is filled."""
+
+Note = Callable[[Callable[[], None], torch.device], None]
+"""Notes that a pass does something on a device, beside operations of torch."""
+
+
+class Slots:
+    """The slots of one device, and the lane of the copies into them.
+
+    Args:
+        device: the device.
+        size_bytes: of each slot.
+
+    Attributes:
+        device: as given.
+        lane: of the copies.
+        memory: of each slot, shape ``(size_bytes,)``.
+        held: the unit in each slot in passes that are not recorded; None for none.
+    """
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        self.device = device
+        self.lane = Lane(device, recorded=True)
+        with torch.inference_mode(False):
+            self.memory = [
+                torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)
+            ]
+        self.held: list[Unit | None] = [None] * SLOTS
+        self._released: Mark = None
+
+    def acquire(self) -> None:
+        """Let copies wait for everything that read the slots before, in whichever stream."""
+        self.lane.wait(self._released)
+        self.follow()
+
+    def follow(self) -> None:
+        """Let later copies wait for this thread's work on the device so far."""
+        self.lane.wait(Lane(self.device, caller=True).mark())
+
+    def release(self) -> None:
+        """Note that this thread's work so far is the last that reads the slots."""
+        caller = Lane(self.device, caller=True)
+        caller.wait(self.lane.mark())  # copies that nobody waited for
+        self._released = caller.mark()
+
+    def wait(self, mark: Mark) -> None:
+        """Let this thread's later work on the device wait for a copy."""
+        Lane(self.device, caller=True).wait(mark)
+
+
+class Unit:
+    """Parameters that are in a slot together.
+
+    Args:
+        parameters: of a layer, on the host.
+        slots: of the device that reads them.
+        number: of the slot.
+        parts: the modules that read them, one after another; 1 for a captured layer.
+
+    Attributes:
+        views: in the slot, one for each parameter.
+        slots: as given.
+        number: as given.
+        parts: as given.
+        successor: the next unit of the device; None for the last.
+        next: the next unit in the same slot; None for the last.
+        entering: notes in a trace that the unit is about to be read.
+        leaving: notes in a trace that it is not needed any more.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], slots: Slots, number: int, parts: int = 1
+    ) -> None:
+        self.slots, self.number = slots, number
+        self.successor: Unit | None = None
+        self.next: Unit | None = None
+        self.parts = parts
+        self._parameters = parameters
+        with torch.inference_mode(False), torch.no_grad():
+            memory = slots.memory[number]
+            self.views = [
+                _as_parameter(view, parameter)
+                for view, parameter in zip(
+                    devices.views(memory, parameters), parameters, strict=True
+                )
+            ]
+        self._written: list[int] = []
+        self._mark: Mark = None
+        self._left = 0
+        self.entering = Entering(self)
+        self.leaving = Leaving(self)
+
+    def copied(self) -> Mark:
+        """Start copying the parameters into the slot; return the mark of the last copy."""
+        with devices.unobserved(), torch.no_grad(), self.slots.lane:
+            for view, parameter in zip(self.views, self._parameters, strict=True):
+                view.copy_(parameter, non_blocking=True)
+        return self.slots.lane.mark()
+
+    def load(self) -> None:
+        """Start copying the parameters in a pass that is not recorded."""
+        self._written = self._versions()
+        self._mark = self.copied()
+        self.slots.held[self.number] = self
+
+    def enter(self) -> None:
+        """Let this thread's later work read the slot, with the parameters in it."""
+        slots = self.slots
+        if slots.held[self.number] is not self or self._written != self._versions():
+            slots.follow()
+            self.load()
+            after = self.successor
+            if after is not None and slots.held[after.number] is not after is not self:
+                after.load()
+        slots.wait(self._mark)
+
+    def leave(self) -> None:
+        """Note that a part of the layer has run; after the last one, fill the slot again."""
+        self._left += 1
+        if self._left < self.parts:
+            return
+        self._left = 0
+        if self.next is not None:
+            self.slots.follow()
+            self.next.load()
+
+    def begin(self) -> None:
+        """Forget what an earlier pass left half done."""
+        self._left = 0
+
+    def _versions(self) -> list[int]:
+        return [0 if one.is_inference() else one._version for one in self._parameters]
+
+
+class Action:
+    """Something that a pass does for resting weights, in the place of an operation in a trace.
+
+    Args:
+        unit: the parameters.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self) -> None:
+        """Do it in a pass that is not recorded."""
+        raise NotImplementedError
+
+
+class Entering(Action):
+    """The moment from which on a unit is read."""
+
+    def __call__(self) -> None:
+        """Wait for the unit's copy."""
+        self.unit.enter()
+
+
+class Leaving(Action):
+    """The moment from which on a unit is not read any more."""
+
+    def __call__(self) -> None:
+        """Fill the slot again."""
+        self.unit.leave()
+
+
+class RestingReplay:
+    """The copies of a recorded piece of a pass, on one device.
+
+    The first copy into each slot begins before the piece; the others are a part of it, in a branch
+    of the recording::
+
+        outside   copy 1, copy 2 ──▶│
+        piece                       │ layer 1 ──┬─ layer 2 ──┬─ layer 3 ── layer 4
+        branch                      │           └─ copy 3 ───┼──▶┘ copy 4 ──▶┘
+
+    Args:
+        actions: of the piece, in their order.
+    """
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._slots = actions[0].unit.slots
+        # what is copied: the modules of a layer read one copy, and so does no other call of them
+        self._units: list[Unit] = []
+        self.restart()
+        for action in actions:
+            if self._is_new(action):
+                self._units.append(action.unit)
+        # by number of a copy: the next one into the same slot
+        self._first: list[int] = []
+        self._next: dict[int, int] = {}
+        latest: dict[int, int] = {}
+        for place, unit in enumerate(self._units):
+            if unit.number in latest:
+                self._next[latest[unit.number]] = place
+            else:
+                self._first.append(place)
+            latest[unit.number] = place
+        self._before: list[Mark] = []
+
+    def begin(self) -> None:
+        """Start the first copies, outside of the recording."""
+        self._slots.acquire()
+        self._slots.held = [None] * SLOTS
+        self._before = [self._units[place].copied() for place in self._first]
+
+    def wait(self) -> None:
+        """Let the piece wait for the first copies."""
+        for mark in self._before:
+            self._slots.wait(mark)
+
+    def end(self) -> None:
+        """Note that the piece is the latest that reads the slots."""
+        self._slots.release()
+
+    def restart(self) -> None:
+        """Begin at the piece's first action again."""
+        self._place, self._entered = -1, 0
+        self._latest: Unit | None = None
+        self._marks: dict[int, Mark] = {}
+
+    def _is_new(self, action: Action) -> bool:
+        """Count an action; return whether a unit begins to be read."""
+        if not isinstance(action, Entering):
+            return False
+        if action.unit is self._latest and self._entered < action.unit.parts:
+            self._entered += 1
+            return False
+        self._latest, self._entered, self._place = action.unit, 1, self._place + 1
+        return True
+
+    def act(self, action: Action) -> None:
+        """Do an action, as a part of the piece."""
+        if self._is_new(action) and self._place in self._marks:
+            self._slots.wait(self._marks[self._place])
+        following = self._next.get(self._place)
+        is_over = isinstance(action, Leaving) and self._entered == action.unit.parts
+        if is_over and following is not None:
+            self._slots.follow()
+            self._marks[following] = self._units[following].copied()
+
+
+def in_turn(units: Sequence[Unit]) -> None:
+    """Let units follow one another, in the order in which a device reads them."""
+    latest: dict[int, Unit] = {}
+    for place, unit in enumerate(units):
+        unit.successor = units[place + 1] if place + 1 < len(units) else None
+        if unit.number in latest:
+            latest[unit.number].next = unit
+        latest[unit.number] = unit
+
+
+class ModuleWeights:
+    """The resting parameters of one module while it runs through hooks.
+
+    Args:
+        unit: the parameters of its layer.
+        places: each parameter's module, and its name there, in the order of the unit's views.
+        note: notes what happens, in a pass that is traced.
+    """
+
+    def __init__(
+        self, unit: Unit, places: Sequence[tuple[nn.Module, str, Tensor]], note: Note
+    ) -> None:
+        self._unit, self._places, self._note = unit, places, note
+        self._originals: list[Any] = []
+
+    def enter(self) -> None:
+        """Put the copies in the slot in the parameters' place."""
+        self._unit.enter()
+        self._note(self._unit.entering, self._unit.slots.device)
+        self._originals = [owner._parameters[name] for owner, name, _ in self._places]
+        for owner, name, view in self._places:
+            owner._parameters[name] = view  # type: ignore[assignment]
+
+    def leave(self) -> None:
+        """Put the parameters back."""
+        originals, self._originals = self._originals, []
+        for (owner, name, _), original in zip(self._places, originals, strict=False):
+            owner._parameters[name] = original
+        if originals:
+            self._unit.leave()
+            self._note(self._unit.leaving, self._unit.slots.device)
+
+
+class RestingWeights:
+    """The parameters of a model that rest on the host, under one map.
+
+    Args:
+        module: the model.
+        assignment: the devices of its layers, and which parameters rest.
+
+    Attributes:
+        by_module: what runs before and after each module whose parameters rest.
+    """
+
+    def __init__(self, module: nn.Module, assignment: Assignment) -> None:
+        self._module = module
+        self._noting: Note | None = None
+        parameters = dict(module.named_parameters())
+        self._ids = {id(parameters[name]) for name in assignment.resting}
+        layers: defaultdict[str, list[str]] = defaultdict(list)
+        for name, layer in assignment.resting.items():
+            layers[layer].append(name)
+        order = [layer for layer in assignment.layers if layer in layers]
+        places = {layer: assignment.place_of(layers[layer][0]) for layer in order}
+        sizes: defaultdict[torch.device, int] = defaultdict(int)
+        for layer in order:
+            size = sum(devices.aligned_bytes(parameters[name]) for name in layers[layer])
+            sizes[places[layer]] = max(sizes[places[layer]], size)
+        self._slots = {place: Slots(place, size) for place, size in sizes.items()}
+        self._units: defaultdict[torch.device, list[Unit]] = defaultdict(list)
+        self.by_module: dict[nn.Module, ModuleWeights] = {}
+        for layer in order:
+            self._add(layer, layers[layer], parameters, places[layer])
+        for units in self._units.values():
+            in_turn(units)
+
+    def _add(
+        self,
+        layer: str,
+        names: Sequence[str],
+        parameters: Mapping[str, nn.Parameter],
+        place: torch.device,
+    ) -> None:
+        """Add the unit of a layer, and its modules."""
+        paths = [path for path in module_paths(layer) if any(_is_in(name, path) for name in names)]
+        number = len(self._units[place]) % SLOTS
+        own = [parameters[name] for name in names]
+        unit = Unit(own, self._slots[place], number, len(paths))
+        self._units[place].append(unit)
+        for path in paths:
+            owners = [
+                (self._module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], view)
+                for name, view in zip(names, unit.views, strict=True)
+                if _is_in(name, path)
+            ]
+            self.by_module[self._module.get_submodule(path)] = ModuleWeights(
+                unit, owners, self._note
+            )
+
+    @property
+    def slots(self) -> list[Slots]:
+        """Return the slots of all devices."""
+        return [*self._slots.values()]
+
+    def attach(self, parts: Sequence[Segment]) -> dict[torch.device, list[Unit]]:
+        """Let captured layers read their resting parameters from the slots.
+
+        Args:
+            parts: the segments of a capture.
+
+        Returns:
+            The units of each device, in the order in which it reads them.
+        """
+        found: defaultdict[torch.device, list[Unit]] = defaultdict(list)
+        for step in (step for part in parts for step in part.steps):
+            positions = [number for number, one in enumerate(step.state) if id(one) in self._ids]
+            if not positions:
+                continue
+            _refuse_changed([step.layer.state[number] for number in positions], step.layer.mutated)
+            units = found[step.device]
+            own = [step.state[number] for number in positions]
+            unit = Unit(own, self._slots[step.device], len(units) % SLOTS)  # type: ignore[arg-type]
+            units.append(unit)
+            step.foreign = tuple(one for one in step.foreign if one not in positions)
+            step.resting = unit, dict(zip(positions, unit.views, strict=True))
+        for units in found.values():
+            in_turn(units)
+        return dict(found)
+
+    @contextmanager
+    def reading(self, units: Mapping[torch.device, Sequence[Unit]] | None = None) -> Iterator[None]:
+        """Run a pass inside the block; the first copies begin at once.
+
+        Args:
+            units: of a capture; None for a pass through hooks.
+        """
+        self._refuse_gradients()
+        for place, own in (self._units if units is None else units).items():
+            slots = self._slots[place]
+            slots.acquire()
+            slots.held = [None] * SLOTS
+            for unit in own:
+                unit.begin()
+            for unit in own[:SLOTS]:
+                unit.load()
+        try:
+            yield
+        finally:
+            for slots in self._slots.values():
+                slots.release()
+                slots.held = [None] * SLOTS
+
+    @contextmanager
+    def noted(self, note: Note) -> Iterator[None]:
+        """Note inside the block when modules begin and end to read their parameters."""
+        before, self._noting = self._noting, note
+        try:
+            yield
+        finally:
+            self._noting = before
+
+    def _note(self, action: Callable[[], None], device: torch.device) -> None:
+        if self._noting is not None:
+            self._noting(action, device)
+
+    def _refuse_gradients(self) -> None:
+        """Raise an InputError if a backward pass might read slots, whose weights change."""
+        if torch.is_grad_enabled() and any(one.requires_grad for one in self._module.parameters()):
+            raise InputError(
+                f"{len(self._ids)} parameters rest on the host, which supports no gradients: call "
+                "the model inside `with torch.no_grad():`"
+            )
+
+
+def module_paths(layer: str) -> list[str]:
+    """Return the paths of a layer's modules, without the numbers of their calls."""
+    return list(dict.fromkeys(unit.partition("@")[0] for unit in layer.split("+")))
+
+
+def _is_in(name: str, path: str) -> bool:
+    return name.startswith(f"{path}.")
+
+
+def _as_parameter(view: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view as a parameter with the attributes of another one."""
+    found = nn.Parameter(view, requires_grad=False)
+    vars(found).update(vars(parameter))
+    return found
+
+
+def _refuse_changed(names: Sequence[str], mutated: Sequence[str]) -> None:
+    for name in names:
+        if name in mutated:
+            raise InputError(
+                f"parameter {name!r} rests on the host, and forward changes it; give a placement "
+                "in which its layer's parameters stay on the device"
+            )

@@ -1,0 +1,545 @@
+r"""Parameters that rest on the host, where no placement fits the devices' memory otherwise.
+
+``costs.py`` defines the time of a pass and the memory of a device. A layer may rest if its
+parameters belong to no other layer, nor to another call of its modules. The search runs where
+``host_memory_bytes`` is given and all parameters together fit no placement::
+
+    one device copies,     ──┬──▶ assignments ──▶ layers that rest, ──▶ shorter passes, by moves
+    others are full          │                    spread evenly         of layers
+    usual search, with more  │
+    memory on devices      ──┘
+
+All copied bytes cost alike. So the fewest bytes rest that leave room for two buffers, and they are
+spread evenly over a device's layers: then copies run while the layers between them compute. Small
+requests are enumerated instead.
+
+**Bound**. A pass takes no less than its layers compute, and no less than its copies, the last of
+which a layer waits for. A mean pass has the mean times of several::
+
+    bytes(s) = the least sum of parameters of layers of at most s bytes, one of them with s,
+               that is at least  all state + 2 s - memory of all devices
+    bound    = max(bound of the latency without memory limits,
+                   min over s of bytes(s) / sum of the devices' bandwidths + shortest layer)
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, inf
+from time import monotonic
+
+from placer.schema import Device, Infeasibility, Placement, PlacementRequest
+from placer.schema.base import LARGEST_BYTES, MERGED, WHOLE
+from placer.solver import answer, costs
+from placer.solver.bounds import simple_bounds
+from placer.solver.problem import SAME, Problem
+from placer.solver.reduce import reduced
+from placer.utils.units import bytes_text
+
+Solve = Callable[[PlacementRequest], Placement]
+WeightedPass = tuple[float, PlacementRequest]
+"""A request for a pass, and its share of all passes."""
+
+FEW = 5_000
+"""Assignments with sets of resting layers up to which all are tried."""
+
+FACTORS = (1.1, 1.5, 3.0)
+"""Memory that devices get in addition, as multiples of the bytes that must rest."""
+
+MOST_ALONE = 8
+"""Devices that get additional memory alone."""
+
+SHARE = 0.6
+"""Share of the remaining time for the search with additional memory."""
+
+MOST_SUMS = 20_000_000
+"""Possible sums of parameters up to which the least one is computed exactly."""
+
+MOST_SIZES = 16
+"""Sizes of the largest resting layer that are tried for a device."""
+
+DISTANCES = (1, 2, 3, 4, 8, 16)
+"""Numbers of layers that a resting layer, or a border between devices, moves at once."""
+
+
+def solved(
+    request: PlacementRequest,
+    solve: Solve,
+    stop: threading.Event | None,
+    passes: Sequence[WeightedPass] = (),
+) -> Placement:
+    """Return the best placement, with parameters on the host if none fits otherwise.
+
+    Args:
+        request: with objective ``latency`` and ``host_memory_bytes``.
+        solve: answers a request without ``host_memory_bytes``.
+        stop: set to end the search; None for none.
+        passes: of which the request asks for the mean; empty for a single pass.
+    """
+    began = monotonic()
+    header = {"id": request.content_hash()}
+    limit_s = {"time_limit_s": 0.5 * request.time_limit_s}
+    plain = request.model_copy(update={"host_memory_bytes": None})
+    found = solve(plain.model_copy(update=limit_s)).model_copy(update=header)
+    if found.layer_devices:
+        return found
+    search = _Search(request, solve, began, stop, passes or [(1.0, request)])
+    if not search.rates:
+        return _without(found, "no device has a measured rate from the host's memory (from_host)")
+    search.run(is_needed=found.status == "infeasible")
+    if search.best is not None:
+        return search.placement()
+    if not search.is_impossible:
+        return found.model_copy(update={"status": "unknown", "infeasible": None, "bound": 0.0})
+    size = bytes_text(request.host_memory_bytes or 0)
+    return _without(found, f"{size} of host memory for parameters do not suffice either")
+
+
+def _without(found: Placement, more: str) -> Placement:
+    """Return an answer without a placement, with a further reason."""
+    if found.infeasible is None:
+        return found
+    reason = f"{found.infeasible.reason}; {more}"
+    changed: Infeasibility = found.infeasible.model_copy(update={"reason": reason})
+    return found.model_copy(update={"infeasible": changed})
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An assignment with resting layers.
+
+    Attributes:
+        assignment: by layer, its device.
+        resting: the layers whose parameters rest on the host.
+        value_ms: the mean latency of the passes.
+    """
+
+    assignment: tuple[int, ...]
+    resting: frozenset[int]
+    value_ms: float
+
+
+class _Search:
+    """The search for an assignment and its resting layers.
+
+    Args:
+        request: with objective ``latency`` and ``host_memory_bytes``.
+        solve: answers a request without ``host_memory_bytes``.
+        began: when the solve began, by the monotonic clock.
+        stop: set to end the search; None for none.
+        passes: whose mean latency is the objective.
+
+    Attributes:
+        rates: the devices with a measured rate from the host.
+        best: the best so far.
+        bound_ms: a proven lower bound.
+        is_impossible: whether it is proven that nothing fits.
+    """
+
+    def __init__(
+        self,
+        request: PlacementRequest,
+        solve: Solve,
+        began: float,
+        stop: threading.Event | None,
+        passes: Sequence[WeightedPass],
+    ) -> None:
+        self._passes = [(share, Problem.from_request(asked)) for share, asked in passes]
+        self._request, self._solve, self._stop, self._began = request, solve, stop, began
+        self._problem = Problem.from_request(request)
+        ample = [_with_memory(device, LARGEST_BYTES) for device in self._problem.devices]
+        self._ample = replace(self._problem, devices=tuple(ample))
+        self._sizes = [layer.param_bytes for layer in self._problem.layers]
+        self._may_rest = _may_rest(self._problem)
+        self._limit = request.host_memory_bytes or 0
+        self._known: dict[tuple[int, ...], list[int] | None] = {}
+        self.rates = [n for n, one in enumerate(self._problem.devices) if one.from_host is not None]
+        self.best: _Found | None = None
+        self.bound_ms = 0.0
+        self.is_impossible = False
+        self._method = "resting parameters"
+
+    def run(self, is_needed: bool) -> None:
+        """Search until nothing improves, or the time is over.
+
+        Args:
+            is_needed: whether it is proven that nothing fits without resting parameters.
+        """
+        self.bound_ms = self._bound_ms(is_needed)
+        if self.is_impossible:
+            return
+        count = len(self._problem.devices) ** len(self._sizes) * 2 ** len(self._may_rest)
+        if count <= FEW:
+            self._enumerate()
+            self.is_impossible = self.best is None
+            return
+        for assignment in itertools.chain(self._filled(), self._assignments()):
+            self._offer(assignment)
+            for moved in self._with_moved_borders(assignment) if self.best is None else ():
+                self._offer(moved)
+        self._improve()
+
+    def placement(self) -> Placement:
+        """Return the best placement."""
+        best = self.best
+        assert best is not None
+        problem, layers = self._problem, self._problem.layers
+        result = costs.costs_of(problem, best.assignment)
+        valued = replace(result, objective_value=best.value_ms)
+        time_s = monotonic() - self._began
+        found = answer.placed(problem, best.assignment, valued, self.bound_ms, self._method, time_s)
+        devices = []
+        for number, load in enumerate(found.devices):
+            own = [layer for layer in best.resting if best.assignment[layer] == number]
+            total = sum(self._sizes[layer] for layer in own)
+            kept = load.memory.param_bytes - total + self._buffer_bytes(own)
+            devices.append(
+                load.model_copy(
+                    update={
+                        "memory": load.memory.model_copy(update={"param_bytes": kept}),
+                        "resting_bytes": total,
+                        "streaming_ms": sum(costs.copy_ms(problem, one, number) for one in own),
+                    }
+                )
+            )
+        resting = {layers[layer].name: "host" for layer in sorted(best.resting)}
+        return found.model_copy(update={"resting": resting, "devices": tuple(devices)})
+
+    # Bound
+
+    def _bound_ms(self, is_needed: bool) -> float:
+        """Return a lower bound; note if nothing can fit."""
+        computing = simple_bounds.lower_bound(self._ample, reduced(self._ample))
+        devices = self._problem.devices
+        state = sum(layer.param_bytes + layer.buffer_bytes for layer in self._problem.layers)
+        short = state - sum(device.usable_bytes for device in devices)
+        hosts = {devices[number].host for number in self.rates}
+        allowed = self._limit * len(hosts)
+        least = inf
+        sizes = sorted(self._sizes[layer] for layer in self._may_rest)
+        for largest in sorted(set(sizes)):
+            others = [size for size in sizes if size <= largest]
+            others.remove(largest)
+            total = largest + _least_sum(others, short + largest)
+            if total <= allowed:
+                least = min(least, total)
+        self.is_impossible = is_needed and least == inf
+        if least == inf or not is_needed:
+            return computing
+        rate = sum(
+            one.bandwidth_bytes_per_s
+            for number in self.rates
+            if (one := devices[number].from_host) is not None
+        )
+        shortest = min(
+            self._problem.forward_ms[layer][device]
+            for layer in self._may_rest
+            for device in self.rates
+        )
+        return max(computing, 1e3 * least / rate + shortest)
+
+    # Assignments
+
+    def _enumerate(self) -> None:
+        """Try every assignment with every set of resting layers."""
+        self._method = "enumeration"
+        count = len(self._problem.devices)
+        for assignment in itertools.product(range(count), repeat=len(self._sizes)):
+            if self._needs(assignment) is None:
+                continue
+            for number in range(len(self._may_rest) + 1):
+                for chosen in itertools.combinations(self._may_rest, number):
+                    self._take(assignment, frozenset(chosen))
+        if self.best is not None and not self._is_over():
+            self.bound_ms = self.best.value_ms
+
+    def _filled(self) -> Iterator[tuple[int, ...]]:
+        """Yield assignments with one device that copies, and others full of what stays there.
+
+        Devices before it take the first layers, and devices behind it the last ones.
+        """
+        layers, devices = self._problem.layers, self._problem.devices
+        state = [layer.param_bytes + layer.buffer_bytes for layer in layers]
+        work = max(layer.forward_workspace_bytes for layer in layers)
+        work += max((value.held_bytes for value in self._problem.values), default=0)
+        rows = [*range(len(devices))]
+        by_rate = sorted(rows, key=self._bandwidth)
+        for order in dict.fromkeys([tuple(rows), tuple(by_rate), tuple(reversed(by_rate))]):
+            for copying in range(len(order)):
+                where = [order[copying]] * len(layers)
+                left = [*range(len(layers))]
+                for place in (*range(copying), *range(len(order) - 1, copying, -1)):
+                    is_before = place < copying
+                    free = devices[order[place]].usable_bytes - work
+                    while left and state[left[0 if is_before else -1]] <= free:
+                        layer = left.pop(0 if is_before else -1)
+                        free -= state[layer]
+                        where[layer] = order[place]
+                yield tuple(where)
+
+    def _assignments(self) -> Iterator[tuple[int, ...]]:
+        """Yield assignments for devices with more memory than they have."""
+        devices = self._problem.devices
+        names = [device.name for device in devices]
+        attempts = self._added_bytes()
+        for number, added in enumerate(attempts):
+            roomy = [
+                _with_memory(device, min(LARGEST_BYTES, device.usable_bytes + more))
+                for device, more in zip(devices, added, strict=True)
+            ]
+            changed = {
+                "cluster": self._request.placed_on.model_copy(update={"devices": tuple(roomy)}),
+                "host_memory_bytes": None,
+                "explain": False,
+                "time_limit_s": max(0.01, SHARE * self._left_s() / (len(attempts) - number)),
+            }
+            found = self._solve(self._request.model_copy(update=changed))
+            if found.layer_devices:
+                yield tuple(map(names.index, found.layer_devices.values()))
+
+    def _added_bytes(self) -> list[list[int]]:
+        """Return by attempt what to add to each device's memory: to all, and to each one alone."""
+        devices = self._problem.devices
+        state = sum(layer.param_bytes + layer.buffer_bytes for layer in self._problem.layers)
+        short = max(0, state - sum(device.usable_bytes for device in devices))
+        short += 2 * max(self._sizes)
+        rates = [self._bandwidth(number) for number in range(len(devices))]
+        attempts = [
+            [int(factor * short * rate / sum(rates)) for rate in rates] for factor in FACTORS
+        ]
+        for device in self.rates[:MOST_ALONE] if len(devices) > 1 else ():
+            attempts.append([state * (number == device) for number in range(len(devices))])
+        return attempts
+
+    def _bandwidth(self, device: int) -> float:
+        rate = self._problem.devices[device].from_host
+        return 0.0 if rate is None else rate.bandwidth_bytes_per_s
+
+    def _needs(self, assignment: tuple[int, ...]) -> list[int] | None:
+        """Return the missing bytes of each device; None if a requirement is broken."""
+        if assignment not in self._known:
+            judged = costs.judged(self._ample, assignment)
+            self._known[assignment] = (
+                None
+                if judged is None
+                else [
+                    use.total_bytes - device.usable_bytes
+                    for use, device in zip(judged.memory, self._problem.devices, strict=True)
+                ]
+            )
+        return self._known[assignment]
+
+    # Resting layers
+
+    def _buffer_bytes(self, resting: Sequence[int]) -> int:
+        """Return the bytes of a device's two buffers for these layers."""
+        return 2 * max((self._sizes[layer] for layer in resting), default=0)
+
+    def _take(self, assignment: tuple[int, ...], resting: frozenset[int]) -> bool:
+        """Keep an assignment with its resting layers if it fits and is better."""
+        needs = self._needs(assignment)
+        if needs is None:
+            return False
+        own: defaultdict[int, list[int]] = defaultdict(list)
+        by_host: Counter[str] = Counter()
+        for layer in resting:
+            own[assignment[layer]].append(layer)
+            by_host[self._problem.devices[assignment[layer]].host] += self._sizes[layer]
+        if max(by_host.values(), default=0) > self._limit or any(
+            device not in self.rates for device in own
+        ):
+            return False
+        for device, need in enumerate(needs):
+            freed = sum(self._sizes[layer] for layer in own[device])
+            if need - freed + self._buffer_bytes(own[device]) > 0:
+                return False
+        value = sum(
+            share * costs.latency_ms(one, assignment, resting=resting)
+            for share, one in self._passes
+        )
+        if self.best is not None and value >= self.best.value_ms * (1 - SAME):
+            return False
+        self.best = _Found(assignment, resting, value)
+        return True
+
+    def _offer(self, assignment: tuple[int, ...]) -> bool:
+        """Try an assignment with good sets of resting layers; return whether it is better."""
+        needs = self._needs(assignment)
+        if needs is None:
+            return False
+        choices = []
+        for device, need in enumerate(needs):
+            own = [layer for layer in self._may_rest if assignment[layer] == device]
+            if need <= 0:
+                choices.append([frozenset[int]()])
+            elif device in self.rates:
+                choices.append([*self._spread(own, need)])
+            else:
+                return False
+        # each device's first choice has the fewest bytes
+        if not all(choices):
+            return False
+        before = self.best
+        for device, options in enumerate(choices):
+            others = [one[0] for number, one in enumerate(choices) if number != device]
+            for option in options:
+                self._take(assignment, option.union(*others))
+        return self.best is not before
+
+    def _spread(self, own: Sequence[int], need: int) -> Iterator[frozenset[int]]:
+        """Yield sets of a device's layers that free enough bytes, evenly spread, fewest first."""
+        found = []
+        sizes = sorted({self._sizes[layer] for layer in own})
+        for largest in sizes[-MOST_SIZES:]:
+            fitting = [layer for layer in own if self._sizes[layer] <= largest]
+            chosen = _evenly(fitting, self._sizes, need + 2 * largest)
+            if chosen is not None:
+                found.append((sum(self._sizes[layer] for layer in chosen), chosen))
+        for _, chosen in sorted(found, key=lambda pair: pair[0]):
+            yield chosen
+
+    # Local search
+
+    def _improve(self) -> None:
+        """Move resting layers and borders while this makes the pass shorter."""
+        while self.best is not None and not self._is_over():
+            if self.best.value_ms <= self.bound_ms * (1 + SAME):
+                return
+            if not (self._move_resting() or self._move_borders()):
+                return
+
+    def _move_resting(self) -> bool:
+        """Let another layer rest in place of one that does; return whether one was better."""
+        assert self.best is not None
+        order = {layer: place for place, layer in enumerate(self._may_rest)}
+        before = self.best
+        for layer in sorted(before.resting):
+            self._take(self.best.assignment, self.best.resting - {layer})
+            for distance in DISTANCES:
+                for place in (order[layer] - distance, order[layer] + distance):
+                    if layer not in self.best.resting or not 0 <= place < len(order):
+                        continue
+                    other = self._may_rest[place]
+                    if other not in self.best.resting:
+                        self._take(self.best.assignment, self.best.resting - {layer} | {other})
+                if self._is_over():
+                    return False
+        return self.best is not before
+
+    def _move_borders(self) -> bool:
+        """Move layers at a border between devices to the other side."""
+        assert self.best is not None
+        before = self.best
+        for moved in self._with_moved_borders(before.assignment):
+            self._offer(moved)
+        return self.best is not before
+
+    def _with_moved_borders(self, where: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield assignments in which layers at a border are on the other side, while time lasts."""
+        for place in range(1, len(where)):
+            if where[place - 1] == where[place]:
+                continue
+            for distance in DISTANCES:
+                for moved in _shifted(where, place, distance):
+                    if self._is_over():
+                        return
+                    yield moved
+
+    def _left_s(self) -> float:
+        return self._request.time_limit_s - (monotonic() - self._began)
+
+    def _is_over(self) -> bool:
+        return self._left_s() <= 0 or (self._stop is not None and self._stop.is_set())
+
+
+def _with_memory(device: Device, usable_bytes: int) -> Device:
+    """Return a device of which all of so much memory is usable."""
+    return device.model_copy(update={"memory_bytes": usable_bytes, "reserve_bytes": 0})
+
+
+def _may_rest(problem: Problem) -> tuple[int, ...]:
+    """Return the layers whose parameters are theirs alone, in execution order."""
+    tied = {name for tie in problem.request.profile.tied for name in tie.layers}
+    users: Counter[str] = Counter(
+        path for layer in problem.layers for path in set(_modules(layer.name))
+    )
+    return tuple(
+        number
+        for number, layer in enumerate(problem.layers)
+        if layer.param_bytes
+        and layer.name != WHOLE
+        and layer.name not in tied
+        and all(users[path] == 1 for path in _modules(layer.name))
+    )
+
+
+def _modules(name: str) -> list[str]:
+    """Return the paths of a layer's modules, without the numbers of their calls."""
+    return [path.partition("@")[0] for path in name.split(MERGED)]
+
+
+def _evenly(layers: Sequence[int], sizes: Sequence[int], need: int) -> frozenset[int] | None:
+    """Return layers of so many bytes, evenly spread, and no layer that is not needed.
+
+    The result is None if all layers have fewer bytes.
+
+    Args:
+        layers: in execution order.
+        sizes: by layer, in bytes.
+        need: in bytes.
+    """
+    total = sum(sizes[layer] for layer in layers)
+    if total < need:
+        return None
+    chosen: list[int] = []
+    passed = taken = 0
+    for layer in layers:
+        passed += sizes[layer]
+        if taken + sizes[layer] / 2 <= passed * need / total:
+            chosen.append(layer)
+            taken += sizes[layer]
+    for layer in sorted(set(layers) - set(chosen), key=lambda one: sizes[one]):
+        if taken < need:
+            chosen.append(layer)
+            taken += sizes[layer]
+    for layer in sorted(chosen, key=lambda one: -sizes[one]):
+        if taken - sizes[layer] >= need:
+            chosen.remove(layer)
+            taken -= sizes[layer]
+    return frozenset(chosen)
+
+
+def _least_sum(sizes: Sequence[int], need: int) -> int:
+    """Return the least sum of some of these sizes that is at least ``need``, or a lower bound.
+
+    The result is larger than any sum of the sizes if no sum suffices.
+    """
+    if need <= 0:
+        return 0
+    if sum(sizes) < need:
+        return LARGEST_BYTES
+    unit = gcd(*sizes)
+    if sum(sizes) // unit > MOST_SUMS:
+        return need
+    reached = 1
+    for size in sizes:
+        reached |= reached << size // unit
+    first = -(-need // unit)
+    above = reached >> first
+    return (first + (above & -above).bit_length() - 1) * unit
+
+
+def _shifted(where: tuple[int, ...], place: int, distance: int) -> Iterator[tuple[int, ...]]:
+    """Yield assignments whose border before a layer lies so many layers earlier and later."""
+    moved = list(where)
+    first = max(0, place - distance)
+    moved[first:place] = [where[place]] * (place - first)
+    yield tuple(moved)
+    moved = list(where)
+    end = min(len(where), place + distance)
+    moved[place:end] = [where[place - 1]] * (end - place)
+    yield tuple(moved)

@@ -1,0 +1,65 @@
+"""Language models of several blocks, and placements in which parameters rest on the host."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from model_list import transformers
+
+from placer import DataFlow, Placement
+
+LAYERS = 6
+
+
+def pair(width: int = 32) -> tuple[Any, Any]:
+    """Return a Llama with six blocks, and an equal one that stays unsplit."""
+    library = transformers()
+    torch.manual_seed(0)
+    config = library.LlamaConfig(
+        vocab_size=60,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = library.LlamaForCausalLM(config).eval()
+    return model, copy.deepcopy(model)
+
+
+def blocks(numbers: Collection[int]) -> list[str]:
+    """Return the names of blocks."""
+    return [f"model.layers.{number}" for number in numbers]
+
+
+def placement(places: Sequence[str], resting: Collection[str], first: int) -> Placement:
+    """Return a placement with the first blocks on one device, and the rest on another.
+
+    Args:
+        places: the two devices.
+        resting: the layers whose parameters rest on the host.
+        first: the number of blocks on the first device.
+    """
+    last = places[int(first < LAYERS)]
+    where = {"model.embed_tokens": places[0]}
+    where |= {name: places[int(n >= first)] for n, name in enumerate(blocks(range(LAYERS)))}
+    where |= {"model.norm": last, "lm_head": last}
+    return Placement(
+        status="feasible",
+        objective="generation",
+        layer_devices=where,
+        resting=dict.fromkeys(resting, "host"),
+    )
+
+
+def placed(
+    model: Any, places: Sequence[str], resting: Collection[str], first: int = LAYERS
+) -> DataFlow:
+    """Return a flow with the model on such a placement."""
+    flow = DataFlow(model, inference_only=True)
+    flow.update_flow(placement(places, resting, first))
+    return flow

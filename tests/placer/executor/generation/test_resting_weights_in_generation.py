@@ -1,0 +1,80 @@
+"""``generate`` with parameters that rest on the host: recorded passes copy them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from resting_models import LAYERS, blocks, pair, placed
+from torch import Tensor
+
+from placer.testing import logical_devices
+
+PLACES = ["cpu:0", "cpu:1"]
+PASSES = 5
+OPTIONS = {
+    "max_new_tokens": PASSES + 1,
+    "min_new_tokens": PASSES + 1,
+    "do_sample": False,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def two_devices() -> Iterator[None]:
+    with logical_devices(2):
+        yield
+
+
+def ids(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 55, (2, 7), generator=generator)
+
+
+@pytest.mark.parametrize(
+    "resting, first",
+    [([1, 2, 4], LAYERS), (range(LAYERS), LAYERS), ([0, 1, 2, 4, 5], 3)],
+)
+def test_texts_are_the_unsplit_models_and_come_from_recorded_passes(
+    resting: Sequence[int], first: int
+) -> None:
+    model, reference = pair()
+    flow = placed(model, PLACES, blocks(resting), first)
+    for seed in (1, 2):
+        expected = reference.generate(ids(seed), **OPTIONS)
+        with flow.applied() as applied:
+            assert applied.generate(ids(seed), **OPTIONS).tolist() == expected.tolist()
+    report = flow.generation_report
+    assert report.not_recorded_because == ""
+    assert (report.recorded, report.hooked) == (2 * PASSES - 2, 2)
+
+
+def test_an_embedding_and_the_head_may_rest_too() -> None:
+    model, reference = pair()
+    flow = placed(model, PLACES, ["model.embed_tokens", "model.layers.3", "lm_head"])
+    expected = reference.generate(ids(1), **OPTIONS)
+    with flow.applied() as applied:
+        assert applied.generate(ids(1), **OPTIONS).tolist() == expected.tolist()
+    assert flow.generation_report.recorded == PASSES - 2
+
+
+def test_a_recorded_pass_reads_changed_weights() -> None:
+    model, reference = pair()
+    flow = placed(model, PLACES, blocks([1, 2]))
+    for factor in (1.0, -2.0):
+        with torch.no_grad():
+            for each in (model, reference):
+                each.model.layers[1].mlp.up_proj.weight.mul_(factor)
+        expected = reference.generate(ids(1), **OPTIONS)
+        with flow.applied() as applied:
+            assert applied.generate(ids(1), **OPTIONS).tolist() == expected.tolist()
+
+
+def test_several_generations_take_turns_at_the_slots() -> None:
+    model, reference = pair()
+    flow = placed(model, PLACES, blocks([0, 1, 3, 4, 5]), 3)
+    prompts = [ids(seed)[:1] for seed in range(4)]
+    found = list(flow.generate_many(prompts, in_flight=2, **OPTIONS))
+    for prompt, text in zip(prompts, found, strict=True):
+        assert text.tolist() == reference.generate(prompt, **OPTIONS).tolist()

@@ -1,0 +1,186 @@
+"""Models whose parameters rest on the host compute what the unsplit model does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from placer import DataFlow, Placement, devices
+from placer.errors import InputError, PlacementError
+from placer.testing import logical_devices
+
+BLOCKS = 7
+
+
+@pytest.fixture(autouse=True)
+def two_devices() -> Iterator[None]:
+    with logical_devices(2):
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS))).eval()
+
+
+def placement(resting: str, first: int = BLOCKS, **fields: object) -> Placement:
+    """The first blocks on one stand-in and the rest on another; those listed rest on the host."""
+    where = {str(n): "cpu:0" if n < first else "cpu:1" for n in range(BLOCKS)}
+    return Placement(
+        status="feasible",
+        objective="latency",
+        layer_devices=where,
+        resting=dict.fromkeys(resting, "host"),
+        **fields,
+    )
+
+
+def placed(resting: str, first: int = BLOCKS) -> tuple[DataFlow, nn.Sequential, nn.Sequential]:
+    model = make()
+    reference = copy.deepcopy(model)
+    flow = DataFlow(model, inference_only=True)
+    flow.update_flow(placement(resting, first))
+    return flow, model, reference
+
+
+@pytest.mark.parametrize("first", [BLOCKS, 4])
+@pytest.mark.parametrize("resting", ["0", "13", "0246", "0123456", "456"])
+def test_a_call_gives_the_unsplit_models_result(resting: str, first: int) -> None:
+    flow, model, reference = placed(resting, first)
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        torch.testing.assert_close(flow(x).cpu(), reference(x))
+    for name, parameter in model.named_parameters():
+        layer = name.split(".")[0]
+        own = torch.device("cpu", 0 if int(layer) < first else 1)
+        assert devices.location(parameter) == (devices.HOST if layer in resting else own)
+
+
+@pytest.mark.parametrize("first", [BLOCKS, 4])
+def test_modules_run_through_hooks_on_their_copies(first: int) -> None:
+    flow, model, reference = placed("12456", first)
+    x = torch.randn(4, 8)
+    before = [*model.parameters()]
+    with torch.no_grad(), flow.applied() as applied:
+        found = applied[:3](applied[3:6](x))
+        torch.testing.assert_close(found.cpu(), reference[:3](reference[3:6](x)))
+    assert all(map(lambda one, other: one is other, model.parameters(), before))
+
+
+def test_micro_batches_give_the_result_of_the_batch() -> None:
+    flow, _, reference = placed("01356", 3)
+    x = torch.randn(6, 8)
+    torch.testing.assert_close(flow(x, chunks=3).cpu(), reference(x))
+
+
+def test_new_weights_are_copied_in_the_next_call() -> None:
+    flow, model, reference = placed("0246")
+    x = torch.randn(4, 8)
+    flow(x)
+    with torch.no_grad():
+        for each in (model, reference):
+            each[2].up.weight.mul_(3)
+    torch.testing.assert_close(flow(x).cpu(), reference(x))
+    state = {name: tensor * 0.5 for name, tensor in reference.state_dict().items()}
+    model.load_state_dict(state)
+    reference.load_state_dict(state)
+    torch.testing.assert_close(flow(x).cpu(), reference(x))
+
+
+def test_undo_gives_the_parameters_memory_of_their_own() -> None:
+    flow, model, reference = placed("0246", 3)
+    keys = list(model.state_dict())
+    flow.undo()
+    assert list(model.state_dict()) == keys == list(reference.state_dict())
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.untyped_storage().nbytes() == one.numel() * one.element_size()
+        assert devices.location(one) == devices.HOST
+
+
+def test_another_placement_moves_resting_parameters_to_devices() -> None:
+    flow, model, reference = placed("0246", 3)
+    flow.update_flow(placement("35", 5))
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(flow(x).cpu(), reference(x))
+    assert devices.location(model[2].up.weight) == torch.device("cpu", 0)
+    assert devices.location(model[3].up.weight) == devices.HOST
+
+
+def test_two_slots_of_the_largest_layer_are_all_that_a_device_needs() -> None:
+    flow, _, _ = placed("012345")
+    flow(torch.randn(4, 8))
+    resting = flow.placed.hooks.resting
+    assert resting is not None
+    (slots,) = resting.slots
+    sizes = [devices.aligned_bytes(one) for one in Block().parameters()]
+    assert [one.numel() for one in slots.memory] == [sum(sizes)] * 2
+
+
+def test_parameters_that_other_layers_share_stay_on_their_device() -> None:
+    model = make()
+    model[3].up.weight = model[1].up.weight
+    reference = copy.deepcopy(model)
+    flow = DataFlow(model, inference_only=True)
+    flow.update_flow(placement("1"))
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(flow(x).cpu(), reference(x))
+    assert devices.location(model[1].up.weight) == torch.device("cpu", 0)
+    assert devices.location(model[1].down.weight) == devices.HOST
+
+
+def test_gradients_are_refused() -> None:
+    model = make()
+    flow = DataFlow(model)
+    flow.update_flow(placement("0123"))
+    with pytest.raises(InputError, match=r"rest on the host, which supports no gradients"):
+        flow(torch.randn(4, 8))
+    with torch.no_grad():
+        assert flow(torch.randn(4, 8)).shape == (4, 8)
+
+
+def test_what_does_not_support_resting_parameters_says_so() -> None:
+    flow, _, _ = placed("0123")
+    with pytest.raises(InputError, match="train_step does not support parameters that rest"):
+        flow.train_step(nn.MSELoss())
+    with pytest.raises(InputError, match=r"flow\.stream does not support parameters that rest"):
+        flow.stream([torch.randn(4, 8)])
+    clones = DataFlow(make(), inference_only=True, enable_clone=True)
+    with pytest.raises(PlacementError, match="make the flow without enable_clone"):
+        clones.update_flow(placement("0123"))
+    with pytest.raises(InputError, match="training does not support"):
+        placement("0", training=True)
+
+
+def test_a_cpu_alone_keeps_all_parameters_in_its_memory() -> None:
+    devices.stand_ins.pop()
+    try:
+        flow, _, _ = placed("0246")
+    finally:
+        devices.stand_ins.append(2)
+    assert flow.assignment is not None and not flow.assignment.resting
+
+
+def test_parameters_that_replace_others_rest_in_their_place() -> None:
+    flow, model, reference = placed("0246")
+    x = torch.randn(4, 8)
+    flow(x)
+    state = {name: tensor * 0.5 for name, tensor in reference.state_dict().items()}
+    reference.load_state_dict(state)
+    model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+    torch.testing.assert_close(flow(x).cpu(), reference(x))
+    with torch.no_grad(), flow.applied() as applied:
+        torch.testing.assert_close(applied[:4](x).cpu(), reference[:4](x))

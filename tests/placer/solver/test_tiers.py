@@ -1,0 +1,359 @@
+"""Parameters that rest on the host: every choice of small models, and what the referee refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from small_requests import SHARE
+
+from placer import GenerationOptions, Placement, PlacementRequest, Profile, solve
+from placer.errors import InputError, PlacementError
+from placer.report.explain import proven
+from placer.schema import Cluster, Device, Edge, Layer, Link, Rate, TiedParameters
+from placer.solver import tiers
+from placer.solver.check import check
+from placer_server.judge.timeline import timeline
+
+AMPLE = 10**9
+NAMES = "abcdefghijkl"
+
+
+def cluster(count: int, memory_bytes: int, rate: float = 2e6, **fields: Any) -> Cluster:
+    """Devices of one type; each reads ``rate`` bytes in a second from the host."""
+    devices = tuple(
+        Device(
+            name=f"d{number}",
+            type="t",
+            memory_bytes=memory_bytes,
+            from_host=Rate(bandwidth_bytes_per_s=rate, latency_s=1e-4),
+            **fields,
+        )
+        for number in range(count)
+    )
+    links = [
+        Link(source=one.name, target=other.name, bandwidth_bytes_per_s=1e6, latency_s=2e-4)
+        for one, other in itertools.permutations(devices, 2)
+    ]
+    return Cluster(devices=devices, links=tuple(links))
+
+
+def chain(
+    draw: random.Random, count: int, is_branched: bool, sizes: tuple[int, ...] = (500,)
+) -> Profile:
+    """A chain of layers, with a value that skips a layer if branched."""
+    layers = [
+        Layer(
+            name=name,
+            forward_ms={"t": draw.choice((0.25, 0.5, 1.0, 2.0))},
+            param_bytes=draw.choice(sizes),
+            buffer_bytes=draw.randrange(50),
+            forward_workspace_bytes=draw.randrange(200),
+        )
+        for name in NAMES[:count]
+    ]
+    edges = [
+        Edge(source=one, targets=(other,), bytes=draw.randrange(20, 90))
+        for one, other in itertools.pairwise(NAMES[:count])
+    ]
+    if is_branched:
+        edges.append(Edge(source="a", targets=("c",), bytes=40))
+    return Profile(layers=tuple(layers), edges=tuple(edges))
+
+
+def request(seed: int, count: int, devices: int, share: float, **fields: Any) -> PlacementRequest:
+    """A request of which all devices together hold about a share of the parameters."""
+    draw = random.Random(seed)
+    sizes = (500, 1000, 1500, 2000) if devices == 1 else (500, 550, 600)
+    profile = chain(draw, count, draw.random() < 0.3, sizes)
+    size = sum(layer.param_bytes for layer in profile.layers)
+    rate = draw.choice((5e5, 2e6, 1e7))
+    options: dict[str, Any] = {"objective": "latency", "host_memory_bytes": AMPLE, **fields}
+    return PlacementRequest(
+        profile=profile,
+        cluster=cluster(devices, int(share * size / devices) + 500, rate),
+        **options,
+    )
+
+
+def memory_bytes(asked: PlacementRequest, own: list[Layer], resting: set[str]) -> int:
+    """The bytes of a device with these layers: state, buffers for copies, and the worst moment."""
+    state = sum(layer.buffer_bytes for layer in own)
+    state += sum(layer.param_bytes for layer in own if layer.name not in resting)
+    state += 2 * max((layer.param_bytes for layer in own if layer.name in resting), default=0)
+    names = [layer.name for layer in asked.profile.layers]
+    here = {layer.name: layer for layer in own}
+    peak = 0
+    for place, name in enumerate(names):
+        live = 0
+        for edge in asked.profile.edges:
+            first = names.index(edge.source)
+            readers = [reader for reader in edge.targets if reader in here]
+            last = max(map(names.index, edge.targets if edge.source in here else readers or ["a"]))
+            if (edge.source in here or readers) and first <= place <= last:
+                live += edge.bytes
+        work = here[name].forward_workspace_bytes if name in here else 0
+        peak = max(peak, live + work)
+    return state + peak
+
+
+def pass_ms(asked: PlacementRequest, where: dict[str, str], resting: set[str]) -> float:
+    """The time of a pass: events of computing, sending and copying, each as early as it may be."""
+    layers = {layer.name: layer for layer in asked.profile.layers}
+    devices = {device.name: device for device in asked.devices}
+    links = {(link.source, link.target): link for link in asked.placed_on.links}
+    finish: dict[str, float] = {}
+    copied: dict[str, float] = {}
+
+    def earlier(name: str, among: set[str]) -> list[str]:
+        return [one for one in among if one < name and where[one] == where[name]]
+
+    for name in layers:
+        starts = [finish[one] for one in earlier(name, set(layers))]
+        for edge in asked.profile.edges:
+            if name in edge.targets:
+                ends = where[edge.source], where[name]
+                delay = links[ends].transfer_ms(edge.bytes) if ends[0] != ends[1] else 0.0
+                starts.append(finish[edge.source] + delay)
+        if name in resting:
+            rate = devices[where[name]].from_host
+            assert rate is not None
+            copies = sorted(earlier(name, resting))
+            begin = max(
+                [copied[one] for one in copies[-1:]] + [finish[one] for one in copies[-2:-1]],
+                default=0.0,
+            )
+            size = layers[name].param_bytes
+            copied[name] = begin + 1e3 * (rate.latency_s + size / rate.bandwidth_bytes_per_s)
+            starts.append(copied[name])
+        finish[name] = max(starts, default=0.0) + layers[name].forward_ms["t"]
+    return max(finish.values())
+
+
+def maps(asked: PlacementRequest) -> Iterator[dict[str, str]]:
+    """Every map of the layers in which each device has one run of layers."""
+    names = [layer.name for layer in asked.profile.layers]
+    for choice in itertools.product([device.name for device in asked.devices], repeat=len(names)):
+        runs = [device for device, _ in itertools.groupby(choice)]
+        if len(set(runs)) == len(runs):
+            yield dict(zip(names, choice, strict=True))
+
+
+def best(asked: PlacementRequest, may_rest: bool = True) -> float | None:
+    """The shortest pass of all maps with all sets of resting layers; None if none fits."""
+    layers = asked.profile.layers
+    found = []
+    names = [layer.name for layer in layers]
+    sets = [
+        set(chosen)
+        for number in range(len(names) + 1 if may_rest else 1)
+        for chosen in itertools.combinations(names, number)
+    ]
+    for where in maps(asked):
+        held = {
+            device: [layer for layer in layers if where[layer.name] == device.name]
+            for device in asked.devices
+        }
+        for resting in sets:
+            if all(
+                memory_bytes(asked, own, resting) <= device.usable_bytes
+                for device, own in held.items()
+            ):
+                found.append(pass_ms(asked, where, resting))
+    return min(found, default=None)
+
+
+CASES = [
+    (seed, 1 + seed % 2, share) for seed in range(math.ceil(40 * SHARE)) for share in (0.5, 0.75)
+]
+
+
+@pytest.mark.parametrize("seed, devices, share", CASES)
+def test_small_requests_have_the_best_of_all_maps_and_resting_layers(seed, devices, share):
+    asked = request(seed, 6, devices, share)
+    plain = best(asked, may_rest=False)
+    expected = plain if plain is not None else best(asked)
+    found = solve(asked)
+    if expected is None:
+        assert found.status == "infeasible"
+        return
+    assert found.objective_value == pytest.approx(expected)
+    assert found.status == "optimal"
+    assert bool(found.resting) == (plain is None)
+
+
+@pytest.mark.parametrize("seed, devices, share", CASES)
+def test_the_search_is_near_the_best_and_its_bound_below(seed, devices, share, monkeypatch):
+    asked = request(seed, 7, devices, share)
+    if best(asked, may_rest=False) is not None:
+        return
+    expected = best(asked)
+    monkeypatch.setattr(tiers, "FEW", 0)
+    found = solve(asked)
+    if expected is None:
+        assert not found.layer_devices
+        return
+    assert found.bound is not None and found.bound <= expected * (1 + 1e-9)
+    assert found.objective_value is not None
+    assert expected * (1 - 1e-9) <= found.objective_value <= 1.1 * expected
+
+
+def simple(count: int = 6, **fields: Any) -> PlacementRequest:
+    """Layers of 500 bytes on a device for 1600 bytes of them, which the host copies in 1.1 ms."""
+    layers = [Layer(name=n, forward_ms={"t": 1.0}, param_bytes=500) for n in NAMES[:count]]
+    edges = [Edge(source=a, targets=(b,), bytes=10) for a, b in itertools.pairwise(NAMES[:count])]
+    options: dict[str, Any] = {
+        "objective": "latency",
+        "host_memory_bytes": AMPLE,
+        "cluster": cluster(1, 1600, rate=5e5),
+        **fields,
+    }
+    profile = options.pop("profile", Profile(layers=tuple(layers), edges=tuple(edges)))
+    return PlacementRequest(profile=profile, **options)
+
+
+def test_copies_run_while_other_layers_compute():
+    """Two buffers and one layer stay: five copies of 1.1 ms; the last layer waits for the last."""
+    found = solve(simple())
+    assert len(found.resting) == 5 and set(found.resting.values()) == {"host"}
+    assert found.objective_value == pytest.approx(5 * 1.1 + 1.0)
+    (load,) = found.devices
+    assert (load.memory.param_bytes, load.resting_bytes) == (3 * 500, 5 * 500)
+    assert load.streaming_ms == pytest.approx(5.5)
+    assert load.memory.total_bytes <= load.limit_bytes == 1600
+
+
+def test_nothing_rests_where_the_model_fits():
+    found = solve(simple(3))
+    assert found.resting == {} and found.objective_value == pytest.approx(3.0)
+
+
+def test_two_large_layers_need_as_much_memory_in_buffers():
+    assert solve(simple(4, cluster=cluster(1, 999, rate=5e5))).status == "infeasible"
+    assert len(solve(simple(4, cluster=cluster(1, 1020, rate=5e5))).resting) == 4
+
+
+@pytest.mark.parametrize("limit, fits", [(5 * 500, True), (5 * 500 - 1, False)])
+def test_the_parameters_of_a_host_keep_within_its_limit(limit, fits):
+    found = solve(simple(host_memory_bytes=limit))
+    assert bool(found.layer_devices) == fits
+    if not fits:
+        assert found.infeasible is not None
+        assert "of host memory for parameters do not suffice" in found.infeasible.reason
+
+
+def test_each_host_has_a_limit_of_its_own():
+    devices = cluster(2, 1600, rate=5e5)
+    for host, fits in (("one", False), ("other", True)):
+        hosts = [devices.devices[0].model_copy(update={"host": "one"})]
+        hosts += [devices.devices[1].model_copy(update={"host": host})]
+        named = devices.model_copy(update={"devices": tuple(hosts)})
+        found = solve(simple(12, cluster=named, host_memory_bytes=5 * 500))
+        assert bool(found.layer_devices) == fits
+
+
+def test_a_device_without_a_measured_rate_keeps_all_parameters():
+    devices = cluster(1, 1600)
+    plain = devices.devices[0].model_copy(update={"from_host": None})
+    found = solve(simple(cluster=Cluster(devices=(plain,))))
+    assert (
+        found.infeasible is not None and "no device has a measured rate" in found.infeasible.reason
+    )
+
+
+@pytest.mark.parametrize("kind", ["tied", "called twice"])
+def test_parameters_of_several_layers_stay_on_their_device(kind):
+    asked = simple()
+    layers, edges = list(asked.profile.layers), list(asked.profile.edges)
+    ties: list[TiedParameters] = []
+    if kind == "tied":
+        ties = [TiedParameters(layers=("a", "f"), gradient_bytes=8, split=True)]
+    else:
+        layers.append(layers[0].model_copy(update={"name": "a@1", "param_bytes": 0}))
+        edges.append(Edge(source="f", targets=("a@1",), bytes=10))
+    profile = asked.profile.model_copy(
+        update={"layers": tuple(layers), "edges": tuple(edges), "tied": tuple(ties)}
+    )
+    found = solve(simple(profile=profile, cluster=cluster(1, 2100, rate=5e5)))
+    assert found.resting and "a" not in found.resting
+    moved = {"a": "host", **{name: "host" for name in list(found.resting)[1:]}}
+    with pytest.raises(PlacementError):
+        check(asked_again(found, profile), found.model_copy(update={"resting": moved}))
+
+
+def asked_again(found: Placement, profile: Profile) -> PlacementRequest:
+    """Return the request of a placement of ``simple``."""
+    asked = simple(profile=profile, cluster=cluster(1, 2100, rate=5e5))
+    assert asked.content_hash() == found.id
+    return asked
+
+
+def generating(**options: Any) -> dict[str, Any]:
+    """The fields of a request for three new tokens, whose later passes are ten times as short."""
+    layers = [
+        Layer(name=n, forward_ms={"t": 0.1}, param_bytes=500, buffer_bytes=5) for n in NAMES[:6]
+    ]
+    token = simple().profile.model_copy(update={"layers": tuple(layers)})
+    asked = GenerationOptions(prompt_tokens=8, new_tokens=3, **options)
+    return {"objective": "generation", "token_profile": token, "generation": asked}
+
+
+def test_a_generation_adds_up_passes_with_their_copies():
+    """The prompt takes 5 copies and the last layer, as does each token, with its shorter layer."""
+    found = solve(simple(**generating(), cluster=cluster(1, 1630, rate=5e5)))
+    assert len(found.resting) == 5 and found.generation is not None
+    assert found.generation.first_token_ms == pytest.approx(5 * 1.1 + 1.0)
+    assert found.generation.token_ms == pytest.approx(5 * 1.1 + 0.1)
+    assert found.objective_value == pytest.approx(6.5 + 2 * 5.6)
+    assert found.devices[0].memory.cache_bytes == 30
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"objective_value": 6.0, "bound": 6.0, "gap": 0.0},
+        {"resting": {}},
+        {"resting": dict.fromkeys("abcde", "host")},
+    ],
+)
+def test_the_referee_refuses_other_claims(changed):
+    asked = simple()
+    found = solve(asked)
+    assert set(found.resting) != set("abcde")
+    with pytest.raises(PlacementError):
+        check(asked, found.model_copy(update=changed))
+
+
+@pytest.mark.parametrize(
+    "fields, because",
+    [
+        ({"objective": "throughput"}, "the objective is 'throughput'"),
+        (generating(sequences_in_flight=2), "2 sequences are in flight"),
+        ({"for_format": "vllm"}, "format 'vllm' cannot express it"),
+    ],
+)
+def test_host_memory_is_refused_where_nothing_may_rest(fields, because):
+    with pytest.raises(InputError, match=f"host_memory_bytes: .*{because}"):
+        simple(**fields)
+
+
+def test_reports_and_timelines_count_the_copies():
+    asked = simple()
+    found = solve(asked)
+    assert "parameters of 5 layers, copied in each pass: d0 2.4 KiB in 5.50 ms" in "\n".join(
+        proven(found)
+    )
+    assert timeline(asked, found).step_ms == pytest.approx(6.5)
+
+
+def test_other_engines_learn_of_resting_parameters_or_are_refused():
+    found = solve(simple())
+    offloaded = dict.fromkeys(found.resting, "cpu")
+    assert {**found.device_map(), **offloaded} == found.device_map()
+    assert set(found.device_map().values()) == {"cpu", "d0"}
+    with pytest.raises(PlacementError, match="format 'vllm' has no parameters that rest"):
+        found.export("vllm")
