@@ -44,7 +44,6 @@ from placer.devices.names import (
 from placer.devices.pinned_memory import PinnedBlocks, aligned_bytes, views
 from placer.devices.recording import (
     NotRecordable,
-    SideBranch,
     fitting_rooms,
     memory_pool,
     record,
@@ -137,7 +136,6 @@ __all__ = [
     "Repeated",
     "Rooms",
     "Shipment",
-    "SideBranch",
     "SideStreams",
     "addresses",
     "aligned_bytes",

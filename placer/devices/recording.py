@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -362,67 +361,6 @@ def side_by_side(works: Sequence[Callable[[], None]], device: torch.device) -> N
         there()
     here()
     stream.wait_stream(branch)
-
-
-_BEHIND = 2
-"""Works of a side branch that may be unfinished while the recorded stream goes on. Each keeps the
-tensors that it reads: an activation and a gradient of one layer, for weight gradients."""
-
-
-class SideBranch:
-    """Work beside the recorded stream, each beginning when the stream has come to it.
-
-    In a recording, it becomes a parallel branch of the CUDA graph. Otherwise it runs at once.
-
-        stream    ── a ──┬── b ──┬── c ──┬── d ──
-        branch           └─ of a ┴─ of b ┘
-
-    Args:
-        device: where the work runs.
-
-    Attributes:
-        is_apart: whether work is being issued to the branch.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_apart = False
-        self._device = device
-        # no memory that a work reads may be used again before the stream has waited for it
-        self._running: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Issue work that reads what the current stream has made so far.
-
-        Args:
-            work: what to run. It keeps references to the tensors that it reads.
-        """
-        if self._device.type != "cuda" or not recording():
-            work()
-            return
-        stream, branch = torch.cuda.current_stream(self._device), recorder(self._device).branch
-        self._wait(stream, _BEHIND - 1)
-        branch.wait_stream(stream)
-        self.is_apart = True
-        try:
-            with torch.cuda.stream(branch):
-                work()
-        finally:
-            self.is_apart = False
-        self._running.append((branch.record_event(), work))
-
-    def join(self) -> None:
-        """Let the current stream wait for all work that was issued."""
-        if self._running:
-            self._wait(torch.cuda.current_stream(self._device), 0)
-
-    def drop(self) -> None:
-        """Forget all work after a failure."""
-        self._running.clear()
-
-    def _wait(self, stream: torch.cuda.Stream, left: int) -> None:
-        while len(self._running) > left:
-            event, _ = self._running.popleft()
-            stream.wait_event(event)
 
 
 def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
 
 import pytest
 import torch
@@ -56,28 +55,3 @@ def test_after_a_recording_that_failed_memory_that_two_streams_used_is_given_bac
     torch.cuda.synchronize(place)
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved(place) == before
-
-
-@pytest.mark.gpu
-def test_memory_that_a_side_branch_reads_stays_until_it_has_read_it() -> None:
-    place, numbers = torch.device("cuda", 0), 4 * MIB
-    branch = devices.SideBranch(place)
-    sums = torch.zeros(8, device=place)
-
-    def add_late(made: torch.Tensor, total: torch.Tensor) -> None:
-        devices.pause(place, 1.0)
-        total.add_(made.sum())
-
-    def run() -> None:
-        sums.zero_()
-        for index in range(len(sums)):
-            made = torch.full((numbers,), float(index), device=place)
-            branch.run(partial(add_late, made, sums[index]))
-            del made
-        branch.join()
-
-    (replay,) = devices.record([run], place)
-    for _ in range(2):
-        replay()
-        torch.cuda.synchronize(place)
-        assert sums.tolist() == [float(index * numbers) for index in range(len(sums))]

@@ -6,7 +6,7 @@ parameters, most of them so small that launching a kernel takes longer than runn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 
 import torch
@@ -23,20 +23,16 @@ class Accumulation:
 
     Args:
         weights: autograd leaves; only those with an existing gradient are included.
-        settle: is called before sums are written to. It waits for what others add to them.
 
     Attributes:
         is_open: whether a backward pass runs inside it.
     """
 
-    def __init__(
-        self, weights: Iterable[Tensor], settle: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = {id(weight): weight for weight in weights if weight.grad is not None}
         self._sums = {key: weight.grad for key, weight in self._weights.items()}
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._bytes = 0
-        self._settle = settle
         self.is_open = False
         for weight in self._weights.values():
             # weakly: the hooks live as long as the weights, which outlive this object
@@ -86,7 +82,6 @@ class Accumulation:
             or gradient.stride() != total.stride()
             or gradient.dtype != total.dtype
         ):
-            self._settle()
             with torch.no_grad():
                 total.add_(gradient)
             return
@@ -103,7 +98,6 @@ class Accumulation:
     @torch.no_grad()
     def flush(self) -> None:
         """Add all waiting gradients."""
-        self._settle()
         # one foreach kernel handles tensors of one dtype
         kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for total, gradient in self._waiting:

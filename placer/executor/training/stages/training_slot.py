@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from placer.capture.weight_grads.deferred import DeferredGradient, GradientQueue
-from placer.devices import Mark, SideBranch
+from placer.devices import Mark
 from placer.executor.engine.slot import Slot
 from placer.executor.stage_errors import Trail
 from placer.executor.training.optimizer.gradient_accumulation import Accumulation
@@ -154,36 +153,13 @@ class NamedQueue(GradientQueue):
 
 
 class AtOnce(NamedQueue):
-    """Weight gradients that are not left for later, computed beside the pass's other gradients.
+    """Weight gradients that are not left for later.
 
     A product is added to the gradient at once, so that no further gradient takes memory.
-
-    Args:
-        trail: as for ``NamedQueue``, like the next two.
-        reach: likewise.
-        accumulation: likewise.
-        branch: where they are computed.
     """
-
-    def __init__(
-        self,
-        trail: Trail,
-        reach: Callable[[Tensor], None],
-        accumulation: Accumulation,
-        branch: SideBranch,
-    ) -> None:
-        super().__init__(trail, reach, accumulation)
-        self._branch = branch
 
     def put(self, addition: DeferredGradient) -> None:
         """Add it now, unless the pass is run without gradients of weights."""
         if self._accumulation.is_open:
-            self._branch.run(partial(addition.run, self))
+            addition.run(self)
             self._reached(addition.weights)
-
-    def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of a weight; beside the pass at once, as it waits for that only."""
-        if self._branch.is_apart:
-            GradientQueue.accumulate(self, weight, gradient)
-        else:
-            super().accumulate(weight, gradient)

@@ -146,10 +146,7 @@ class TrainingStage(Stage[TrainingSlot]):
         self.twin: TrainingStage | None = None
         self.rooms: Sequence[devices.Rooms] = ()
         self._made_of: dict[str, frozenset[Key]] = {}
-        self._branch = devices.SideBranch(self.device)
-        self._accumulation = Accumulation(
-            (tensor for step in segment.steps for tensor in step.state), self._branch.join
-        )
+        self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
         self._shared_memory: Any = None
 
     @property
@@ -232,7 +229,8 @@ class TrainingStage(Stage[TrainingSlot]):
                 for key in (*self.reads, *range(len(slot.targets)))
                 if _flows_back(examples[key])
             )
-            slot.deferred = self._gradient_queue()
+            queue = NamedQueue if self.split else AtOnce
+            slot.deferred = queue(self.trail, self.reach, self._accumulation)
             slot.passes = self.eager_passes(slot)
             slots.append(slot)
         first = slots[0]
@@ -258,12 +256,6 @@ class TrainingStage(Stage[TrainingSlot]):
                     made[name], device=self.device, requires_grad=False
                 )
         return slots, made
-
-    def _gradient_queue(self) -> NamedQueue:
-        """Return what receives the weight gradients of a slot's backward pass."""
-        if self.split:
-            return NamedQueue(self.trail, self.reach, self._accumulation)
-        return AtOnce(self.trail, self.reach, self._accumulation, self._branch)
 
     def _beyond_loss(self, slot: TrainingSlot) -> frozenset[Key]:
         """Return the values that entered and that the loss does not depend on."""
@@ -512,7 +504,6 @@ class TrainingStage(Stage[TrainingSlot]):
 
     def backward(self, slot: TrainingSlot) -> None:
         """Compute the input gradients of a slot, and the weight gradients unless they are split."""
-        self._branch.drop()  # what a failed pass left
         roots, gradients = list(slot.roots), [self._scale(root) for root in slot.roots]
         for name, gradient in slot.gradients.items():
             roots.append(slot.outputs[name])
