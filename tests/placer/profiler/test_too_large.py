@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from placer import zoo
 from placer.capture.capture import capture_graph
+from placer.optimizers import OptimizerState
 from placer.profiler.measure import measure_layers
-from placer.profiler.optimizer import OptimizerState
 from placer.profiler.profile import profile
 
 CPU = torch.device("cpu", 0)
