@@ -385,7 +385,7 @@ tensors that it reads: an activation and a gradient of one layer, for weight gra
 
 
 class SideBranch:
-    """Work beside the recorded stream, each beginning when the stream has come to it.
+    """Work next to the recorded stream, each beginning when the stream has come to it.
 
     In a recording, it becomes a parallel branch of the CUDA graph. Otherwise it runs at once.
 

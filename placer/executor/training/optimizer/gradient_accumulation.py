@@ -23,7 +23,7 @@ class Accumulation:
 
     Args:
         weights: autograd leaves; only those with an existing gradient are included.
-        settle: is called before sums are written to. It waits for what others add to them.
+        settle: is called before sums are written to. It waits for additions of other passes.
 
     Attributes:
         is_open: whether a backward pass runs inside it.

@@ -154,7 +154,7 @@ class NamedQueue(GradientQueue):
 
 
 class AtOnce(NamedQueue):
-    """Weight gradients that are not left for later, computed beside the pass's other gradients.
+    """Weight gradients that are not left for later, computed during the pass's other gradients.
 
     A product is added to the gradient at once, so that no further gradient takes memory.
 
@@ -182,7 +182,7 @@ class AtOnce(NamedQueue):
             self._reached(addition.weights)
 
     def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of a weight; beside the pass at once, as it waits for that only."""
+        """Add to the gradient of a weight, at once if it is computed during the pass."""
         if self._branch.is_apart:
             GradientQueue.accumulate(self, weight, gradient)
         else:
