@@ -25,11 +25,11 @@ from placer.capture.export import checkpoints
 from placer.capture.export.subclass_weights import refuse_weights
 from placer.capture.export.tracing_environment import (
     capture_device,
+    custom_functions,
     trace_input,
     tracing_environment,
+    with_tracing_lock,
 )
-from placer.capture.export.tracing_lock import with_tracing_lock
-from placer.capture.export.tracing_modes import custom_functions
 from placer.capture.layers import named_state
 from placer.capture.python_state import host_rng
 from placer.capture.python_state.module_hooks import refuse_hooks

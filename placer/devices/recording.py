@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -166,28 +166,7 @@ def fitting_rooms(
         _warm_up(passes, stream)
 
         turns = [_TURNS if place in shared else 1 for place in range(len(passes))]
-
-        def taken(rooms: Sequence[Rooms], histories: Sequence[_History] = ()) -> list[int]:
-            pools, sizes = [memory_pool(device) for _ in passes], [0] * len(passes)
-            graphs = []  # references keep the pools alive for the next turn
-            for turn in range(max(turns)):
-                for place, (run, own) in enumerate(zip(passes, rooms, strict=True)):
-                    # A pass that no longer counts still runs, because later passes read its
-                    # results.
-                    counts = turn < turns[place]
-                    pool = pools[place] if counts else memory_pool(device)
-                    with (
-                        _noting(histories[place], stream.device)
-                        if histories and not turn
-                        else nullcontext()
-                    ):
-                        graph, size = _captured(run, stream, pool, (), own)
-                    if counts:
-                        sizes[place] += size
-                    if place in shared:
-                        graphs.append(graph)
-            return sizes
-
+        taken = partial(_reserved_bytes, passes, turns, device, stream)
         first_histories: list[_History] = [[] for _ in passes]
         first = taken([()] * len(passes), first_histories)
         torch.cuda.empty_cache()
@@ -204,6 +183,42 @@ def fitting_rooms(
 
 
 _History = list[Mapping[str, Any]]
+
+
+def _reserved_bytes(
+    passes: Sequence[Callable[[], Any]],
+    turns: Sequence[int],
+    device: torch.device,
+    stream: torch.cuda.Stream,
+    rooms: Sequence[Rooms],
+    histories: Sequence[_History] = (),
+) -> list[int]:
+    """Return for each pass the bytes that its recordings reserve.
+
+    Args:
+        passes: as for ``fitting_rooms``.
+        turns: for each pass, its recordings that count.
+        device: where they run.
+        stream: where to record.
+        rooms: for each pass, the pieces of memory to reserve first.
+        histories: for each pass, a list to which the allocator's actions in its first recording are
+            added; empty to record none.
+    """
+    pools, sizes = [memory_pool(device) for _ in passes], [0] * len(passes)
+    graphs = []  # references keep the pools alive for the next turn
+    for turn in range(max(turns)):
+        for place, (run, own) in enumerate(zip(passes, rooms, strict=True)):
+            # A pass that no longer counts still runs, because later passes read its results.
+            counts = turn < turns[place]
+            pool = pools[place] if counts else memory_pool(device)
+            noted = bool(histories) and not turn
+            with _noting(histories[place], stream.device) if noted else nullcontext():
+                graph, size = _captured(run, stream, pool, (), own)
+            if counts:
+                sizes[place] += size
+            if turns[place] > 1:
+                graphs.append(graph)
+    return sizes
 
 
 @contextmanager

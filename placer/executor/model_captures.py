@@ -319,23 +319,32 @@ class ModelCaptures:
                     or (waits and self._waits(kind, tensors))
                 ):
                     return None
-                try:
-                    refuse_hooks(self.module)
-                    fitting = self._new_capture(known, part, self._waiting.free(kind, tensors))
-                    if difference := self.compare(fitting, part):
-                        raise CaptureError(difference)
-                except CaptureError as error:
-                    self._second[mode] = isinstance(error, KeptError) and mode not in self._second
-                    self.refused[mode] = str(error)
+                fitting = self._verified_capture(mode, kind, part, known)
+                if fitting is None:
                     return None
-                self.refused.pop(mode, None)
-                known.append(fitting)
-                self._attributes.add(fitting.exported.attributes, fitting.exported.values_read)
             # a key-value cache that grows with every call has a new shape each time
             if len(self._seen) >= _KNOWN_SHAPES:
                 self._seen.clear()
             self._seen[key] = fitting
         return self._seen[key]
+
+    def _verified_capture(
+        self, mode: Hashable, kind: Hashable, part: Part, known: list[Capture]
+    ) -> Capture | None:
+        """Return a new capture, added to ``known``; None if the model or the result refuses it."""
+        try:
+            refuse_hooks(self.module)
+            capture = self._new_capture(known, part, self._waiting.free(kind, part.tensors))
+            if difference := self.compare(capture, part):
+                raise CaptureError(difference)
+        except CaptureError as error:
+            self._second[mode] = isinstance(error, KeptError) and mode not in self._second
+            self.refused[mode] = str(error)
+            return None
+        self.refused.pop(mode, None)
+        known.append(capture)
+        self._attributes.add(capture.exported.attributes, capture.exported.values_read)
+        return capture
 
     def _new_capture(
         self, known: Sequence[Capture], part: Part, more: Sequence[set[int]]

@@ -51,6 +51,27 @@ def merge_profiles(
         ProfileError: if an argument is not a profile, the profiles are of different models, or one
             device is described in two ways.
     """
+    _refuse_arguments(profiles, network)
+    first, *others = profiles
+    for number, other in enumerate(others, start=2):
+        _refuse_another_model(first, other, number)
+    layers = zip(*(profile.layers for profile in profiles), strict=True)
+    edges = zip(*(profile.edges for profile in profiles), strict=True)
+    clusters = [profile.cluster for profile in profiles if profile.cluster is not None]
+    return first.model_copy(
+        update={
+            "layers": tuple(_layer(same) for same in layers),
+            "edges": tuple(_edge(same) for same in edges),
+            "optimizer_workspace_ratio": max(
+                profile.optimizer_workspace_ratio for profile in profiles
+            ),
+            "cluster": _cluster(clusters, network) if clusters else None,
+            "versions": _versions([profile.versions for profile in profiles]),
+        }
+    )
+
+
+def _refuse_arguments(profiles: Sequence[Any], network: Any) -> None:
     if not profiles:
         raise ProfileError("there is no profile to merge")
     if len(profiles) == 1 and isinstance(profiles[0], list | tuple):
@@ -69,23 +90,6 @@ def merge_profiles(
             f"network is {kind_of(network)}; give a placer.schema.Rate, or a dictionary of them by "
             "(source host, target host)"
         )
-    first, *others = profiles
-    for number, other in enumerate(others, start=2):
-        _refuse_another_model(first, other, number)
-    layers = zip(*(profile.layers for profile in profiles), strict=True)
-    edges = zip(*(profile.edges for profile in profiles), strict=True)
-    clusters = [profile.cluster for profile in profiles if profile.cluster is not None]
-    return first.model_copy(
-        update={
-            "layers": tuple(_layer(same) for same in layers),
-            "edges": tuple(_edge(same) for same in edges),
-            "optimizer_workspace_ratio": max(
-                profile.optimizer_workspace_ratio for profile in profiles
-            ),
-            "cluster": _cluster(clusters, network) if clusters else None,
-            "versions": _versions([profile.versions for profile in profiles]),
-        }
-    )
 
 
 def _refuse_another_model(first: Profile, other: Profile, number: int) -> None:

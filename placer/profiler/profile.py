@@ -35,8 +35,7 @@ from placer.profiler import profile_inputs
 from placer.profiler.cache.file_cache import Cache, open_cache
 from placer.profiler.cache.graph_cache import KnownGraphs
 from placer.profiler.cache.layer_cache import Remembered
-from placer.profiler.conditions import conditions, optimizer_facts
-from placer.profiler.cpu_contention import CoreWaits, busy
+from placer.profiler.conditions import CoreWaits, busy, conditions, optimizer_facts
 from placer.profiler.links.cluster import MemoryLimit, measure, resolve_limits
 from placer.profiler.links.links import links_to_measure
 from placer.profiler.loss_measurement import Loss, given_loss, with_loss

@@ -49,7 +49,7 @@ class LayerTime:
             in inference, and if no gradient flows.
         host_ms: time of the host to launch both, operation by operation.
         weight_grad_ms: the part of ``backward_ms`` for deferrable weight gradients (linear layers
-            and convolutions), see ``placer.capture.weight_grads.splittable_ops``.
+            and convolutions), see ``placer.capture.weight_grads.deferred``.
         spread: half the interquartile range of the total times, over their median.
     """
 

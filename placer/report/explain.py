@@ -236,7 +236,7 @@ def _proven(placement: Placement) -> list[str]:
 
 
 def _resting(placement: Placement) -> list[str]:
-    """Return a line about the parameters on the host; nothing if there are none."""
+    """Return a line about the parameters on the host; nothing without such parameters."""
     loads = [load for load in placement.devices if load.resting_bytes]
     if not loads:
         return []

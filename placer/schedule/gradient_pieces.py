@@ -100,8 +100,8 @@ def crossing_bytes(values: Iterable[tuple[int, int, int]], count: int) -> list[i
     """Return by layer the bytes of the values that are made before it and read from it on.
 
     Args:
-        values: for each value its bytes, the position of the layer that makes it, and that of its
-            last reader.
+        values: for each value its bytes, the positions of the layer that makes it and of
+            its last reader.
         count: layers.
     """
     changes = [0] * (count + 1)

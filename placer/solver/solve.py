@@ -162,7 +162,7 @@ def _answer(
         both = generation.weighted_passes(request)
         return generation.solved(
             request,
-            lambda asked, told: _answer(asked, told, stop, monotonic(), both),
+            lambda asked, report: _answer(asked, report, stop, monotonic(), both),
             progress,
         )
     if request.host_memory_bytes is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def test_every_fence_is_part_of_a_block() -> None:
     assert [name_of(page) for page in PAGES if "```" in prose(page)] == []
 
 
+@cache
 def documented() -> list[object]:
     """Return what mkdocstrings is asked for, and the public members of each module among it."""
     paths = [

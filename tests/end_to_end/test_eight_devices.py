@@ -84,7 +84,7 @@ def test_a_training_step_over_eight_devices_equals_the_unsplit_model(
         schedule=schedule,
         step_kind="steady-state",
         constraints=placer.Constraints(min_devices=DEVICES),
-        time_limit_s=2,
+        time_limit_s=0.5,
     )
     placement = placer.solve(request)
     assert len(set(placement.layer_devices.values())) == DEVICES

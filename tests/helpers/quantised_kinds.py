@@ -1,30 +1,26 @@
-"""Layers quantised by torchao and bitsandbytes, and what each stores; both support CPUs."""
+"""Layers quantised by torchao and bitsandbytes, and what each stores; both support CPUs.
+
+Both libraries import all of torch's compiler. A layer that is made imports its library, so that
+processes that collect tests need not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import bitsandbytes
 import torch
 from torch import Tensor, nn
-from torchao.quantization import (
-    Float8WeightOnlyConfig,
-    Int8DynamicActivationInt8WeightConfig,
-    Int8DynamicActivationIntxWeightConfig,
-    Int8WeightOnlyConfig,
-    IntxWeightOnlyConfig,
-    quantize_,
-)
 from weight_kinds import Kind
 
 WIDTH = 64
 
 
-def _torchao(config: Callable[[], Any], names: tuple[str, ...]) -> Kind:
+def _torchao(config: str, names: tuple[str, ...], **options: Any) -> Kind:
     def make() -> nn.Module:
+        from torchao import quantization
+
         layer = nn.Linear(WIDTH, WIDTH)
-        quantize_(layer, config())
+        quantization.quantize_(layer, getattr(quantization, config)(**options))
         return layer
 
     def stored(layer: Any) -> list[Tensor]:
@@ -35,6 +31,8 @@ def _torchao(config: Callable[[], Any], names: tuple[str, ...]) -> Kind:
 
 def _four_bits(packed: bool, **options: Any) -> Kind:
     def make() -> nn.Module:
+        import bitsandbytes
+
         layer = bitsandbytes.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=torch.float32, **options).to(
             "cpu"
         )
@@ -59,6 +57,8 @@ def _four_bits(packed: bool, **options: Any) -> Kind:
 
 def _eight_bits(has_run: bool) -> Kind:
     def make() -> nn.Module:
+        import bitsandbytes
+
         layer = bitsandbytes.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False).to("cpu")
         if has_run:  # the first call moves the state from the weight to the module
             with torch.no_grad():
@@ -73,18 +73,19 @@ def _eight_bits(has_run: bool) -> Kind:
 
 
 QUANTISED: dict[str, Kind] = {
-    "torchao int8 weights": _torchao(Int8WeightOnlyConfig, ("qdata", "scale", "zero_point")),
+    "torchao int8 weights": _torchao("Int8WeightOnlyConfig", ("qdata", "scale", "zero_point")),
     "torchao int8 activations": _torchao(
-        Int8DynamicActivationInt8WeightConfig, ("qdata", "scale", "zero_point")
+        "Int8DynamicActivationInt8WeightConfig", ("qdata", "scale", "zero_point")
     ),
     "torchao int4 weights": _torchao(
-        lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4), ("qdata", "scale", "zero_point")
+        "IntxWeightOnlyConfig", ("qdata", "scale", "zero_point"), weight_dtype=torch.int4
     ),
     "torchao int4 weights, int8 activations": _torchao(
-        lambda: Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),
+        "Int8DynamicActivationIntxWeightConfig",
         ("qdata", "scale", "zero_point"),
+        weight_dtype=torch.int4,
     ),
-    "torchao float8 weights": _torchao(Float8WeightOnlyConfig, ("qdata", "scale")),
+    "torchao float8 weights": _torchao("Float8WeightOnlyConfig", ("qdata", "scale")),
     "bitsandbytes nf4": _four_bits(False, quant_type="nf4", compress_statistics=False),
     "bitsandbytes nf4 twice": _four_bits(False, quant_type="nf4", compress_statistics=True),
     "bitsandbytes fp4": _four_bits(False, quant_type="fp4", compress_statistics=False),

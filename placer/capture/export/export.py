@@ -36,17 +36,15 @@ from placer.capture.export.module_names import CalledNames
 from placer.capture.export.op_effects import has_effect
 from placer.capture.export.subclass_weights import refuse_weights, weights_override_functions
 from placer.capture.export.tracing_environment import (
-    capture_device,
-    trace_input,
-    tracing_environment,
-)
-from placer.capture.export.tracing_lock import with_tracing_lock
-from placer.capture.export.tracing_modes import (
     GradientMode,
     HiddenGradientMode,
     OneDevice,
     TraceTimeout,
+    capture_device,
     custom_functions,
+    trace_input,
+    tracing_environment,
+    with_tracing_lock,
 )
 from placer.capture.fingerprint import differs_later
 from placer.capture.grouping import storage_roots, written_arguments

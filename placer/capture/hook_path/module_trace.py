@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from placer import devices
 from placer.capture import granularity as granularities
 from placer.capture import input_forms
-from placer.capture.export.tracing_lock import with_tracing_lock
+from placer.capture.export.tracing_environment import with_tracing_lock
 from placer.capture.granularity import Granularity, OpenedModules
 from placer.capture.hook_path.device_alignment import Alignment
 from placer.capture.hook_path.packed_sequences import LengthsOnHost

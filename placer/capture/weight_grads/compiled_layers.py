@@ -23,12 +23,14 @@ from torch import Tensor, fx
 
 from placer.capture.layers import Layer
 from placer.capture.weight_grads.deferred import (
+    CONVOLUTIONS,
+    LINEAR,
     DeferredGradient,
+    can_defer,
     convolution_backward,
     convolution_shape,
     deferred_gradient,
 )
-from placer.capture.weight_grads.splittable_ops import CONVOLUTIONS, LINEAR, can_defer
 
 OpenedFunction = Callable[
     [torch.device, Sequence[Tensor], Sequence[Any], Sequence[Any]], tuple[Any, Any]

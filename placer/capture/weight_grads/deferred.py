@@ -5,8 +5,9 @@
     weight-gradient pass  gradient of the output, input  ──▶  gradient of the weight
                           (no stage waits for it)
 
-Linear layers and convolutions are split in this way. Every other operation computes the gradients
-of its parameters at once.
+Linear layers and convolutions are split in this way. Until its weight-gradient pass, each of them
+keeps its input and the gradient of its result. Every other operation computes the gradients of its
+parameters at once.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 """
@@ -25,7 +26,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from placer.capture import autocast
-from placer.capture.weight_grads.splittable_ops import CONVOLUTIONS, LINEAR, can_defer
+
+_aten = torch.ops.aten
+
+LINEAR = _aten.linear.default
+CONVOLUTIONS = {_aten.conv1d.default: 1, _aten.conv2d.default: 2, _aten.conv3d.default: 3}
+"""The convolutions, with their number of dimensions."""
 
 
 @dataclass(frozen=True)
@@ -362,3 +368,39 @@ __all__ = [
     "deferred_gradient",
     "unsplit_backward",
 ]
+
+
+def can_defer(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the weight gradients of a call can be deferred.
+
+    Args:
+        func: the operation.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+    if (func is not LINEAR and func not in CONVOLUTIONS) or kwargs or not torch.is_grad_enabled():
+        return False
+    if args[0].dtype != args[1].dtype and not torch.is_autocast_enabled(args[0].device.type):
+        # The operation raises torch's own error.
+        return False
+    if args[0].is_complex() or args[1].is_complex():
+        # Complex gradients are conjugates, and ATen has no separate backward pass for complex
+        # convolutions.
+        return False
+    if torch._C._functorch.get_dynamic_layer_stack_depth():
+        # Inside torch.func, one call stands for many.
+        return False
+    bias = args[2] if len(args) > 2 else None
+    return _has_gradient(args[1]) and (
+        bias is None or not bias.requires_grad or _has_gradient(bias)
+    )
+
+
+def _has_gradient(tensor: Any) -> bool:
+    """Return whether a gradient can be added to a tensor's own at any time: it exists already."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_leaf
+        and tensor.requires_grad
+        and tensor.grad is not None
+    )

@@ -250,7 +250,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def note_action(self, action: Any, device: torch.device) -> None:
-        """Note something that the pass does on a device, beside operations of torch.
+        """Note something that the pass does on a device, in addition to operations of torch.
 
         Args:
             action: a function without arguments; an equal pass has the same object here.

@@ -32,7 +32,7 @@ SLOTS = 2
 """Slots of a device: one is read while the other is filled."""
 
 Note = Callable[[Callable[[], None], torch.device], None]
-"""Notes that a pass does something on a device, beside operations of torch."""
+"""Notes that a pass does something on a device, in addition to operations of torch."""
 
 
 class Slots:

@@ -169,10 +169,8 @@ class TrainingPipeline:
             self._add_pipeline(pipeline, row, places)
         self.courier = Courier()
         self.engine = TrainingEngine(self.stages, self.lanes, self.courier)
-        mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
-        self._kept = Kept((graph.state[name] for name in mutated), self.lanes)
-        state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
-        self._buffers = [item for item in state.values() if not isinstance(item, nn.Parameter)]
+        self._kept = Kept(_mutated(graph), self.lanes)
+        self._buffers = _buffers(graph)
         # A recording reads fixed addresses. A tensor that moves makes it stale.
         self._pointers = devices.addresses(self._buffers)
         self.is_prepared = False
@@ -546,6 +544,18 @@ class TrainingPipeline:
         return ErrorTranslation(
             lambda error: explain(error, self.engine.place(index, phase, micro_batch))
         )
+
+
+def _mutated(graph: LayerGraph) -> list[Tensor]:
+    """Return the state that forward passes change."""
+    names = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
+    return [graph.state[name] for name in names]
+
+
+def _buffers(graph: LayerGraph) -> list[Tensor]:
+    """Return the state that is no parameter."""
+    state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
+    return [item for item in state.values() if not isinstance(item, nn.Parameter)]
 
 
 def _pieces(places: Sequence[torch.device], starts: Collection[int]) -> list[list[int]]:

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from placer import devices
-from placer.capture.weight_grads.splittable_ops import LINEAR, can_defer
+from placer.capture.weight_grads.deferred import LINEAR, can_defer
 from placer.devices.allocator.storage_watch import StorageLog, key_of, peak_bytes
 from placer.profiler.backward_split.concurrent_passes import LANES
 from placer.profiler.trial import Trial

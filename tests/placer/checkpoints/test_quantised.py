@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 from checkpoint_folders import placed
 from quantised_kinds import QUANTISED, WIDTH
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
 import placer
 from placer import DataFlow, InputError, devices
@@ -32,6 +30,8 @@ def in_torchs_format(model: nn.Module, folder: Path) -> None:
 
 
 def in_safetensors(model: nn.Module, folder: Path) -> None:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
     tensors, metadata = flatten_tensor_state_dict(model.state_dict())
     save_file(tensors, folder / "model.safetensors", metadata)
 
@@ -66,11 +66,15 @@ def test_weights_of_torchao_are_loaded_as_they_were_saved(
 
 
 def four_bits() -> nn.Sequential:
+    import bitsandbytes
+
     options = {"compute_dtype": torch.float32, "quant_type": "nf4", "compress_statistics": True}
     return nn.Sequential(*(bitsandbytes.nn.Linear4bit(WIDTH, WIDTH, **options) for _ in range(2)))
 
 
 def eight_bits() -> nn.Sequential:
+    import bitsandbytes
+
     kind = bitsandbytes.nn.Linear8bitLt
     return nn.Sequential(*(kind(WIDTH, WIDTH, has_fp16_weights=False) for _ in range(2)))
 

@@ -3,12 +3,15 @@ simulated one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from small_models import Skips
-from splitting import twins
+from splitting import CapturedOnce
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,7 +26,7 @@ from placer.testing import logical_devices
 ROWS, FEATURES, CHUNKS, DEVICES = 8, 5, 4, 3
 
 
-def _profile(model: nn.Module, inputs: Tensor, batch_size: int = ROWS // CHUNKS) -> Profile:
+def _profile(model: nn.Module, inputs: Tensor) -> Profile:
     """Made-up times of the model's own layers: layer i takes i + 1 ms forwards, twice that
     backwards."""
     graph = capture_graph(model, inputs)
@@ -31,7 +34,7 @@ def _profile(model: nn.Module, inputs: Tensor, batch_size: int = ROWS // CHUNKS)
     readers = graph.readers()
     return Profile(
         training=True,
-        batch_size=batch_size,
+        batch_size=ROWS // CHUNKS,
         layers=tuple(
             Layer(
                 name=layer.name,
@@ -60,25 +63,37 @@ def _profile(model: nn.Module, inputs: Tensor, batch_size: int = ROWS // CHUNKS)
     )
 
 
-def _placed(model: nn.Module, profile: Profile, parts: int = DEVICES) -> DataFlow:
+@cache
+def _both(training: bool) -> CapturedOnce:
+    return CapturedOnce(Skips, training)
+
+
+@cache
+def _own_profile(training: bool) -> Profile:
+    return _profile(_both(training).model, _rows()[:2])
+
+
+def _rows() -> Tensor:
+    return torch.randn(ROWS, FEATURES, dtype=torch.float64)
+
+
+@contextmanager
+def _placed(training: bool) -> Iterator[tuple[DataFlow, Tensor, Tensor, Profile]]:
+    """A flow of a model that all tests share, placed on stand-ins; a batch, its target, a profile.
+
+    Args:
+        training: the mode of the model.
+    """
+    profile = _own_profile(training)
     names = [layer.name for layer in profile.layers]
-    places = {name: f"cpu:{index * parts // len(names)}" for index, name in enumerate(names)}
-    flow = DataFlow(model)
-    flow.update_flow(
-        Placement(status="feasible", objective="throughput", layer_devices=places, chunks=CHUNKS)
-    )
-    return flow
-
-
-def _case(training: bool) -> tuple[nn.Module, Tensor, Tensor, Profile]:
-    model, _ = twins(Skips, training)
-    inputs = torch.randn(ROWS, FEATURES, dtype=torch.float64)
-    return (
-        model,
-        inputs,
-        torch.randn(ROWS, FEATURES, dtype=torch.float64),
-        _profile(model, inputs[:2]),
-    )
+    places = {name: f"cpu:{index * DEVICES // len(names)}" for index, name in enumerate(names)}
+    with logical_devices(DEVICES), _both(training).flow() as flow:
+        flow.update_flow(
+            Placement(
+                status="feasible", objective="throughput", layer_devices=places, chunks=CHUNKS
+            )
+        )
+        yield flow, _rows(), _rows(), profile
 
 
 def _in_an_order_that_can_be(measurement: Measurement) -> None:
@@ -101,9 +116,7 @@ def _in_an_order_that_can_be(measurement: Measurement) -> None:
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
 def test_a_training_step_has_every_pass_of_every_micro_batch_once(schedule: Order) -> None:
-    model, inputs, target, profile = _case(training=True)
-    with logical_devices(DEVICES):
-        flow = _placed(model, profile)
+    with _placed(training=True) as (flow, inputs, target, profile):
         step = flow.train_step(functional.mse_loss, schedule=schedule)
         measurement = flow.measure(inputs, target, step=step, profile=profile)
     kinds = (
@@ -123,9 +136,8 @@ def test_a_training_step_has_every_pass_of_every_micro_batch_once(schedule: Orde
 
 
 def test_inference_has_every_pass_once_and_its_results() -> None:
-    model, inputs, _, profile = _case(training=False)
-    with logical_devices(DEVICES):
-        measurement = _placed(model, profile).measure(inputs, profile=profile)
+    with _placed(training=False) as (flow, inputs, _, profile):
+        measurement = flow.measure(inputs, profile=profile)
     passes = [(row.stage, row.kind, row.micro_batch) for row in measurement.rows]
     assert sorted(passes) == [(s, "forward", m) for s in range(DEVICES) for m in range(CHUNKS)]
     assert sum(row.kind == "results" for row in measurement.measured) == CHUNKS
@@ -134,12 +146,11 @@ def test_inference_has_every_pass_once_and_its_results() -> None:
 
 
 def test_the_predicted_busy_time_is_the_sum_of_the_layers_times() -> None:
-    model, inputs, target, profile = _case(training=True)
-    with logical_devices(DEVICES):
-        flow = _placed(model, profile)
+    with _placed(training=True) as (flow, inputs, target, profile):
         step = flow.train_step(functional.mse_loss, schedule="1f1b")
         trained = flow.measure(inputs, target, step=step, profile=profile)
         inferred = flow.eval().measure(inputs, profile=profile)
+        flow.train()
         places = {name: str(flow.settings.device(place)) for name, place in flow.layer_gpus.items()}
     for device in trained.devices:
         forward_ms = sum(
@@ -150,9 +161,8 @@ def test_the_predicted_busy_time_is_the_sum_of_the_layers_times() -> None:
 
 
 def test_predicted_transfers_take_what_the_profile_says_of_their_link() -> None:
-    model, inputs, _, profile = _case(training=False)
-    with logical_devices(DEVICES):
-        measurement = _placed(model, profile).measure(inputs, profile=profile)
+    with _placed(training=False) as (flow, inputs, _, profile):
+        measurement = flow.measure(inputs, profile=profile)
     places = {
         layer.name: index * DEVICES // len(profile.layers)
         for index, layer in enumerate(profile.layers)
@@ -173,17 +183,16 @@ def test_predicted_transfers_take_what_the_profile_says_of_their_link() -> None:
 
 
 def test_what_is_measured_leaves_weights_buffers_and_random_numbers_as_they_were() -> None:
-    model, inputs, target, profile = _case(training=True)
-    with logical_devices(DEVICES):
-        flow = _placed(model, profile)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with _placed(training=True) as (flow, inputs, target, _):
+        optimizer = torch.optim.SGD(flow.parameters(), lr=0.1)
         step = flow.train_step(functional.mse_loss, optimizer)
-        before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        before = {name: value.cpu().clone() for name, value in flow.state_dict().items()}
         torch.manual_seed(3)
         flow.measure(inputs, target, step=step)
         drawn = torch.rand(1)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.cpu(), before[name]), name
+        after = {name: value.cpu().clone() for name, value in flow.state_dict().items()}
+    for name, value in after.items():
+        assert torch.equal(value, before[name]), name
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))
 
@@ -205,9 +214,7 @@ def test_a_model_in_training_mode_is_what_it_was_after_its_inference_was_measure
 
 
 def test_steps_and_streams_after_a_measurement_are_not_traced() -> None:
-    model, inputs, target, profile = _case(training=True)
-    with logical_devices(DEVICES):
-        flow = _placed(model, profile)
+    with _placed(training=True) as (flow, inputs, target, _):
         step = flow.train_step(functional.mse_loss)
         first = flow.measure(inputs, target, step=step)
         count = len(first.measured)
@@ -222,51 +229,47 @@ def test_steps_and_streams_after_a_measurement_are_not_traced() -> None:
 
 
 def test_without_a_profile_nothing_is_predicted() -> None:
-    model, inputs, _, profile = _case(training=False)
-    with logical_devices(DEVICES):
-        measurement = _placed(model, profile).measure(inputs)
+    with _placed(training=False) as (flow, inputs, _, _):
+        measurement = flow.measure(inputs)
     assert measurement.predicted == () and measurement.predicted_ms is None
 
 
 def test_a_profile_of_other_micro_batches_is_named() -> None:
-    model, inputs, _, _ = _case(training=False)
-    profile = _profile(model, inputs[:2], batch_size=32)
-    with logical_devices(DEVICES):
-        measurement = _placed(model, profile).measure(inputs, profile=profile)
+    with _placed(training=False) as (flow, inputs, _, profile):
+        other = profile.model_copy(update={"batch_size": 32})
+        measurement = flow.measure(inputs, profile=other)
     assert any("micro-batches of 32, these are of 2" in note for note in measurement.notes)
 
 
 def test_a_profile_of_other_layers_is_refused() -> None:
-    model, inputs, _, profile = _case(training=False)
     other = Profile(layers=(Layer(name="elsewhere", forward_ms={"toy": 1.0}),))
     with (
-        logical_devices(DEVICES),
+        _placed(training=False) as (flow, inputs, _, _),
         pytest.raises(InputError, match="the profile has no times of layer"),
     ):
-        _placed(model, profile).measure(inputs, profile=other)
+        flow.measure(inputs, profile=other)
 
 
 def test_a_target_without_a_step_is_refused() -> None:
-    model, inputs, target, profile = _case(training=False)
-    with logical_devices(DEVICES), pytest.raises(InputError, match="give its target and step="):
-        _placed(model, profile).measure(inputs, target)
+    with (
+        _placed(training=False) as (flow, inputs, target, _),
+        pytest.raises(InputError, match="give its target and step="),
+    ):
+        flow.measure(inputs, target)
 
 
 def test_what_is_no_step_is_told_what_to_give() -> None:
-    model, inputs, target, profile = _case(training=True)
     step: Any = functional.mse_loss  # an AttributeError of its missing flow came
     with (
-        logical_devices(DEVICES),
+        _placed(training=True) as (flow, inputs, target, _),
         pytest.raises(InputError, match=r"step is a function; give what .* train_step"),
     ):
-        _placed(model, profile).measure(inputs, target, step=step)
+        flow.measure(inputs, target, step=step)
 
 
 def test_a_step_whose_loss_needs_no_target_is_measured_without_one() -> None:
     # it was refused, though step(inputs) runs
-    model, inputs, _, profile = _case(training=True)
-    with logical_devices(DEVICES):
-        flow = _placed(model, profile)
+    with _placed(training=True) as (flow, inputs, _, _):
         step = flow.train_step(lambda output, _: output.square().mean())
         measurement = flow.measure(inputs, step=step)
     assert sum(row.kind == "backward" for row in measurement.measured) == DEVICES * CHUNKS
@@ -275,9 +278,7 @@ def test_a_step_whose_loss_needs_no_target_is_measured_without_one() -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_more_micro_batches_than_samples_are_refused(training: bool) -> None:
     # as many as there were samples were measured
-    model, inputs, target, profile = _case(training)
-    with logical_devices(DEVICES):
-        flow = _placed(model, profile)
+    with _placed(training) as (flow, inputs, target, _):
         step = flow.train_step(functional.mse_loss) if training else None
         with pytest.raises(
             InputError, match="chunks=9 is more than the samples of the inputs, 8; give"
@@ -310,6 +311,8 @@ def test_a_model_that_cannot_be_captured_is_refused_with_the_reason() -> None:
 
 
 def test_inputs_that_a_layer_cannot_take_are_told_as_the_layer_tells_them() -> None:
-    model, inputs, _, profile = _case(training=False)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        _placed(model, profile).measure(inputs[:, :-1], chunks=2)
+    with (
+        _placed(training=False) as (flow, inputs, _, _),
+        pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+    ):
+        flow.measure(inputs[:, :-1], chunks=2)

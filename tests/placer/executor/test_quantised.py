@@ -3,6 +3,7 @@ unsplit model's."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from placed_weights import (
     assert_moves_and_comes_back,
 )
 from placed_weights import assert_runs_as_unsplit as assert_runs
+from quantised_kinds import QUANTISED
 from torch import nn
 from weight_kinds import batch_of, model_of
 
@@ -23,11 +25,9 @@ from placer import DataFlow, devices
 from placer.profiler.profile import profile
 from placer.testing import logical_devices
 
-pytest.importorskip("torchao")
-pytest.importorskip("bitsandbytes")
-
-import bitsandbytes
-from quantised_kinds import QUANTISED
+pytestmark = pytest.mark.skipif(
+    None in map(find_spec, ("torchao", "bitsandbytes")), reason="needs torchao and bitsandbytes"
+)
 
 NOT_PACKED = [name for name in QUANTISED if "packed" not in name]
 """What bitsandbytes has packed for calls in evaluation mode it cannot train through."""
@@ -63,6 +63,7 @@ def test_bytes_are_those_that_are_stored_and_the_model_stays_as_it_was(kind: str
 
 def test_a_weight_that_the_first_call_packs_is_not_packed_by_a_look() -> None:
     """A state that says that the weight is packed, beside one that is not, gives other results."""
+    import bitsandbytes
 
     def made() -> Any:
         torch.manual_seed(0)

@@ -78,7 +78,7 @@ def bert_from(folder: Path) -> Any:
 
 @pytest.mark.usefixtures("two_devices")
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", *(pytest.param(one, marks=REST) for one in ("mixtral", "t5"))]
+    "name", ["llama", *(pytest.param(one, marks=REST) for one in ("gpt2", "mixtral", "t5"))]
 )
 def test_a_checkpoint_on_two_devices_generates_the_unsplit_models_tokens(
     name: str, tmp_path: Path

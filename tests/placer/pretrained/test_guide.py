@@ -20,6 +20,7 @@ def parts(kind: str) -> list[Block]:
     return [block for block in blocks() if block.page == GUIDE and block.kind == kind]
 
 
+@pytest.mark.integration
 def test_the_guides_program_and_command_stream_text(
     run: Run,
     llama: Path,

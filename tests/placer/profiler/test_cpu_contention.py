@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from placer.profiler import cpu_contention
-from placer.profiler.cpu_contention import CoreWaits
+from placer.profiler import conditions
+from placer.profiler.conditions import CoreWaits
 
 SECOND = 10**9
 
@@ -15,7 +15,7 @@ SECOND = 10**9
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder of threads in the place of the system's."""
-    monkeypatch.setattr(cpu_contention, "_TASKS", tmp_path)
+    monkeypatch.setattr(conditions, "_TASKS", tmp_path)
     return tmp_path
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import InputError, ProfilingError
-from placer.profiler.optimizer import OptimizerState
+from placer.optimizers import OptimizerState
 
 
 def _real_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:

@@ -20,7 +20,7 @@ from placer.errors import InputError, ProfilingError
 from placer.profiler import measure as measuring
 from placer.profiler import profile as profile_module
 from placer.profiler import timing
-from placer.profiler.cpu_contention import CoreWaits
+from placer.profiler.conditions import CoreWaits
 from placer.schema import Profile
 
 TIMES = ("forward_ms", "backward_ms", "weight_grad_ms", "optimizer_ms", "spread", "host_ms")

@@ -11,9 +11,9 @@ from torch import nn
 
 from placer import profile
 from placer.capture.capture import capture_graph
+from placer.optimizers import OptimizerState
 from placer.profiler.measure import measure_layers
 from placer.profiler.memory import LayerMemory
-from placer.profiler.optimizer import OptimizerState
 from placer.profiler.profile_writer import write
 
 MIB = 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -138,9 +139,15 @@ def test_accelerate_runs_whole_blocks_on_several_devices(name: str) -> None:
         torch.testing.assert_close(dispatched(*args, **kwargs)[0].cpu(), expected)
 
 
-def _cut_in_a_block(model: nn.Module) -> Placement:
+@cache
+def _fine_layers() -> list[str]:
+    """Return the names of the layers of every ``_llama()``."""
     kwargs = {"input_ids": torch.randint(3, 50, (2, 7))}
-    names = [layer.name for layer in capture_graph(model, (), kwargs, granularity="fine").layers]
+    return [layer.name for layer in capture_graph(_llama(), (), kwargs, granularity="fine").layers]
+
+
+def _cut_in_a_block() -> Placement:
+    names = _fine_layers()
     cut = next(index for index, name in enumerate(names) if name.startswith("model.layers.1.mlp"))
     return _placed(**{name: f"cuda:{int(index >= cut)}" for index, name in enumerate(names)})
 
@@ -161,7 +168,7 @@ def _llama(**options: Any) -> nn.Module:
 def test_a_map_that_cuts_inside_a_block_is_refused_as_accelerate_fails_on_it() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = _llama()
-    placement = _cut_in_a_block(model)
+    placement = _cut_in_a_block()
     refused = (
         r"cuts inside 'model.layers.1', a LlamaDecoderLayer, .* "
         r"\('model.layers.1.mlp.gate_proj' on cuda:1, "
@@ -177,7 +184,7 @@ def test_a_map_that_cuts_inside_a_block_is_refused_as_accelerate_fails_on_it() -
 
 def test_stand_ins_of_the_cpu_are_devices_of_their_own_until_the_map_is_made() -> None:
     model = _llama()
-    gpus = _cut_in_a_block(model).layer_devices
+    gpus = _cut_in_a_block().layer_devices
     with pytest.raises(PlacementError, match=r"cuts inside 'model.layers.1'"):
         _placed(
             **{name: device.replace("cuda", "cpu") for name, device in gpus.items()}
@@ -209,8 +216,7 @@ class _Wrapper(nn.Module):
 def test_blocks_of_a_model_in_a_wrapper_stay_whole(hands_on: bool) -> None:
     model = _Wrapper(_llama(), hands_on)
     where = {
-        f"base_model.{name}": device
-        for name, device in _cut_in_a_block(model.base_model).layer_devices.items()
+        f"base_model.{name}": device for name, device in _cut_in_a_block().layer_devices.items()
     }
     with pytest.raises(PlacementError, match=r"cuts inside 'base_model.model.layers.1'"):
         _placed(**where).device_map(model)

@@ -14,7 +14,7 @@ backward pass of their stage has been issued, while earlier stages still compute
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -227,18 +227,9 @@ class Exchange:
     ) -> None:
         """Add the buckets of parameters of one owner, which are used at one position first."""
         owner = group[0].owner
-        whole, parts = _room([one.parameter for one in group], owner)
-        self._totals.append(_Total(owner, [one.name for one in group], whole, parts))
-        for one, part in zip(group, parts, strict=True):
-            self.gradients[one.name] = part
-            if one.own is not None:
-                one.own.grad = part
-        by_reader: dict[tuple[torch.device, int], list[Shared]] = {}
-        for one in group:
-            for place in one.replicas():
-                by_reader.setdefault((place, one.users[place][0] % pieces), []).append(one)
+        whole = self._add_total(group, owner)
         packed: dict[tuple[str, ...], _Packed] = {}
-        for (place, _), some in by_reader.items():
+        for place, some in _by_reader(group, pieces):
             names, own = tuple(one.name for one in some), [one.parameter for one in some]
             if names not in packed:
                 packed[names] = _Packed(owner, list(own), *_room(own, owner))
@@ -261,6 +252,16 @@ class Exchange:
                     frozenset(stage for one in some for stage in one.own_users),
                 )
             )
+
+    def _add_total(self, group: Sequence[Shared], owner: torch.device) -> Tensor:
+        """Add the gradients of parameters of one owner, and return the tensor that has them all."""
+        whole, parts = _room([one.parameter for one in group], owner)
+        self._totals.append(_Total(owner, [one.name for one in group], whole, parts))
+        for one, part in zip(group, parts, strict=True):
+            self.gradients[one.name] = part
+            if one.own is not None:
+                one.own.grad = part
+        return whole
 
     @torch.no_grad()
     def begin(
@@ -382,6 +383,21 @@ class Exchange:
             callers[place].wait(mark)
         for owner, lane in self._incoming.items():
             callers[owner].wait(lane.mark())
+
+
+def _by_reader(group: Sequence[Shared], pieces: int) -> Iterator[tuple[torch.device, list[Shared]]]:
+    """Yield for each device and position of the first stage that reads there its parameters.
+
+    Args:
+        group: parameters of one owner.
+        pieces: stages of one pipeline.
+    """
+    found: dict[tuple[torch.device, int], list[Shared]] = {}
+    for one in group:
+        for place in one.replicas():
+            found.setdefault((place, one.users[place][0] % pieces), []).append(one)
+    for (place, _), some in found.items():
+        yield place, some
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ def _programs() -> list[str]:
     ]
 
 
+@pytest.mark.integration
 def test_the_guides_programs_generate_text(capsys: pytest.CaptureFixture[str]) -> None:
     one, many, _ = _programs()
     names: dict[str, object] = {}

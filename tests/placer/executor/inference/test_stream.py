@@ -17,7 +17,7 @@ from placer import DataFlow
 from placer.testing import logical_devices
 from placer.zoo import resnet18
 
-MODELS = ("toy", "unet", "gpt", "lstm_stacked", "zoo_resnet18", "T5ForConditionalGeneration")
+MODELS = ("toy", "unet", "T5ForConditionalGeneration", "lstm_stacked", "zoo_resnet18", "gpt")
 
 
 def _batches(case: Case, count: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from placer import DataFlow, InputError, devices
 from placer.executor.training.training_pipeline import Order
-from placer.profiler.optimizer import OptimizerState
+from placer.optimizers import OptimizerState
 from placer.testing import logical_devices
 
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
