@@ -21,6 +21,7 @@ from placer.estimator import checkpoints, kv_cache
 from placer.estimator.memory_search import Asked, ShorterTexts, estimated, with_cache
 from placer.executor.dataflow import DataFlow
 from placer.executor.generation.static_cache import capacity_at_end
+from placer.pretrained import quantised
 from placer.pretrained.checkpoint_folder import checkpoint_folder, has_weights, tokenizer_of
 from placer.pretrained.pretrained import Pretrained
 from placer.report.estimate import headline
@@ -126,7 +127,8 @@ def from_pretrained(
         )
     texts = _texts(request, model, batch_size, longest, is_asked=context is not None)
     placement = _placement(request, texts, server)
-    own: Any = model.dtype  # transformers' models have the attribute
+    # numbers next to quantised weights, such as scales, keep their dtypes
+    own: Any = None if getattr(model, "is_quantized", False) else model.dtype
     load(model, placement, folder, dtype=own, devices=used, progress=progress)
     if longest is not None and prompt_tokens is not None and longest > prompt_tokens:
         _limit_passes(model, prompt_tokens)
@@ -201,10 +203,18 @@ def _longest(model: nn.Module, context: int | None, texts: GenerationOptions | N
 def _made(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Return the model of a checkpoint on ``meta``, with the checkpoint's way to generate.
 
+    Quantised weights are mapped from their files.
+
     Raises:
-        InputError: transformers cannot make it.
+        InputError: transformers cannot make it, or a dtype is asked for quantised weights.
+        MissingExtraError: the package that quantised the weights is not installed.
     """
-    config = checkpoints.read_config(folder, _OTHERWISE)
+    config = checkpoints.read_config(folder, _OTHERWISE, with_quantisation=True)
+    quantizer = quantised.taken_quantizer(config, _OTHERWISE)
+    if quantizer is not None and dtype is not None:
+        raise InputError(
+            f"dtype is {dtype}, but the weights in {folder} are quantised; leave dtype out"
+        )
     try:
         model = checkpoints.model_of(config, dtype, _with_buffers).eval()
     except InputError as error:
@@ -218,7 +228,7 @@ def _made(folder: Path, dtype: torch.dtype | None) -> nn.Module:
         library = checkpoints.transformers_library()
         with suppress(OSError):  # without such a file, the configuration has these settings
             model.generation_config = library.GenerationConfig.from_pretrained(str(folder))
-    return model
+    return model if quantizer is None else quantised.with_weights(model, quantizer, folder)
 
 
 def _with_buffers(make: Callable[[], Any]) -> Any:
