@@ -16,7 +16,7 @@ from torch import nn
 from placer.checkpoints.load import load
 from placer.checkpoints.meta_parameters import on_meta
 from placer.devices import DeviceLike, resolve
-from placer.errors import InfeasibleError, InputError, SolveLimitError
+from placer.errors import InfeasibleError, InputError
 from placer.estimator import checkpoints, kv_cache
 from placer.estimator.memory_search import Asked, ShorterTexts, estimated, with_cache
 from placer.executor.dataflow import DataFlow
@@ -35,7 +35,8 @@ from placer.schema import (
 from placer.schema.options import combined
 from placer.solver import generation
 from placer.utils.dtypes import as_dtype
-from placer_client.suggest import answer, question
+from placer.utils.option_checks import require_count
+from placer_client.suggest import answer, or_error, question
 
 __all__ = ["from_pretrained"]
 
@@ -104,7 +105,9 @@ def from_pretrained(
         SolveLimitError: no placement was found in time.
     """
     asked = _asked(options, fields, context)
-    _require_counts(context, batch_size)
+    if context is not None:
+        require_count("context", context, "tokens")
+    require_count("batch_size", batch_size, "texts")
     kind = as_dtype(dtype)
     used = resolve(devices)
     folder = checkpoint_folder(path)
@@ -165,13 +168,6 @@ def _asked(
         name: value for name, value in _DEFAULTS.items() if name not in asked.model_fields_set
     }
     return asked.model_copy(update={**missing, "training": False, "profile_on_server": False})
-
-
-def _require_counts(context: Any, batch_size: Any) -> None:
-    for name, given in {"context": context, "batch_size": batch_size}.items():
-        is_count = isinstance(given, int) and not isinstance(given, bool) and given >= 1
-        if not is_count and not (name == "context" and given is None):
-            raise InputError(f"{name} is {given!r}; give a whole number from 1")
 
 
 def _longest(model: nn.Module, context: int | None, texts: GenerationOptions | None) -> int | None:
@@ -393,15 +389,10 @@ def _placement(request: PlacementRequest, texts: _Texts, server: str | None) -> 
     else:
         profile = with_cache(request.profile, texts.cache)
         found = answer(request.model_copy(update={"profile": profile}), server)
-    if found.status == "infeasible":
-        reason = found.infeasible.text if found.infeasible else "no placement is possible"
-        raise InfeasibleError(_missing(request, texts) or reason)
-    if not found.layer_devices:
-        raise SolveLimitError(
-            f"no placement was found within {request.time_limit_s:g} s; allow more with"
-            " time_limit_s"
-        )
-    return found
+    missing = _missing(request, texts) if found.status == "infeasible" else ""
+    if missing:
+        raise InfeasibleError(missing)
+    return or_error(found, request.time_limit_s)
 
 
 def _missing(request: PlacementRequest, texts: _Texts) -> str:

@@ -28,6 +28,7 @@ from placer.errors import InputError, kind_of
 from placer.executor.generation.generations import CancelledError, Generations, result_tensors
 from placer.executor.placed_model import PlacedModel
 from placer.executor.stage_errors import nothing_held
+from placer.utils.option_checks import require_count
 
 Applied = Callable[..., AbstractContextManager[Any]]
 """``PlacedCalls.applied``."""
@@ -75,10 +76,7 @@ def generate_many(
         assignment = placed.assignment
         names = (name for name, _ in placed.module.named_parameters())
         in_flight = max(1, len({assignment.place_of(name) for name in names}))
-    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
-        raise InputError(
-            f"in_flight={in_flight!r}: give a whole number of prompts, 1 or more, or None"
-        )
+    require_count("in_flight", in_flight, "prompts")
     for name in _ONE_TEXT_EACH:
         if options.get(name) is not None:
             raise InputError(

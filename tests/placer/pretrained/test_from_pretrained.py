@@ -263,10 +263,10 @@ def changed(llama: Path, folder: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": -1}, "context is -1; give a whole number from 1"),
-        ({"context": True}, "context is True"),
+        ({"context": -1}, "context=-1: give a whole number of tokens, 1 or more"),
+        ({"context": True}, "context=True: give"),
         ({"context": 257}, "context is 257, but LlamaForCausalLM reads at most 256 tokens"),
-        ({"batch_size": 0}, "batch_size is 0; give a whole number from 1"),
+        ({"batch_size": 0}, "batch_size=0: give a whole number of texts, 1 or more"),
         ({"dtype": "int7"}, "dtype is 'int7'; give float32"),
         ({"devices": []}, "devices is an empty list"),
         ({"memory_bytes": -5}, "memory_bytes of cpu:0 is -5"),
