@@ -219,7 +219,7 @@ def answer(request: PlacementRequest, server: str | None) -> Placement:
 
 
 def or_error(placement: Placement, time_limit_s: float) -> Placement:
-    """Return a placement, or raise the error that explains why there is none.
+    """Return a placement, or raise the error that explains why it has no layers.
 
     Args:
         placement: the answer.

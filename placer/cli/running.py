@@ -58,6 +58,12 @@ def run(
             " instead of --context"
         ),
     ] = "latency",
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="compile decoding where that is faster; the first text waits for it"
+        ),
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(help="of the parameters, as bfloat16; by default as in the configuration"),
@@ -75,7 +81,9 @@ def run(
     last line, on stderr, tells the speed.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    llm = _placed(path, places, words, context=context, objective=objective, dtype=dtype)
+    llm = _placed(
+        path, places, words, context=context, objective=objective, compile=compile, dtype=dtype
+    )
     given: Any = [{"role": "user", "content": text}] if chat else text
     stream = llm.stream_text(given, max_new_tokens)
     pieces = []

@@ -20,6 +20,7 @@ from placer.errors import InfeasibleError, InputError
 from placer.estimator import checkpoints, kv_cache
 from placer.estimator.memory_search import Asked, ShorterTexts, estimated, with_cache
 from placer.executor.dataflow import DataFlow
+from placer.executor.engine.compiled_segments import Backend, backend_of
 from placer.executor.generation.static_cache import capacity_at_end
 from placer.pretrained import quantised
 from placer.pretrained.checkpoint_folder import checkpoint_folder, has_weights, tokenizer_of
@@ -65,6 +66,7 @@ def from_pretrained(
     batch_size: int = 1,
     dtype: Any = None,
     memory_bytes: int | str | Mapping[DeviceLike, int | str] | None = None,
+    compile: bool | Backend = False,
     progress: bool = True,
     options: SuggestOptions | None = None,
     **fields: Any,
@@ -89,6 +91,8 @@ def from_pretrained(
         dtype: of the parameters, as ``"bfloat16"``; by default the configuration's own.
         memory_bytes: the memory that the model may use, in bytes or as ``"24GiB"``, of each device
             or by device; by default all of it.
+        compile: compile decoding with ``torch.compile`` where that is faster, as for
+            ``flow.applied``. The first text of its kind then waits for the compiler.
         progress: show progress on a terminal.
         options: what to solve and how to measure, as for ``suggest``; by default objective
             ``latency`` and granularity ``blocks``. Under objective ``generation``, the option
@@ -108,6 +112,7 @@ def from_pretrained(
     if context is not None:
         require_count("context", context, "tokens")
     require_count("batch_size", batch_size, "texts")
+    backend_of(compile)  # refuse a wrong one before minutes of work
     kind = as_dtype(dtype)
     used = resolve(devices)
     folder = checkpoint_folder(path)
@@ -137,7 +142,7 @@ def from_pretrained(
         _limit_passes(model, prompt_tokens)
     flow = DataFlow(model, device_ids=used, inference_only=True)
     flow.update_flow(placement)
-    return Pretrained(model, flow, placement, tokenizer_of(folder), longest)
+    return Pretrained(model, flow, placement, tokenizer_of(folder), longest, compile)
 
 
 def _asked(

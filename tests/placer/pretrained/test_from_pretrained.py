@@ -206,6 +206,14 @@ def test_objective_generation_measures_prompts_of_any_length(
     assert [length for length in lengths if length > 1] == [20, 20, 7]
 
 
+def test_compiled_decoding_generates_the_unsplit_models_tokens(llama: Path) -> None:
+    llm = placed(llama, compile="aot_eager")
+    ids = torch.randint(3, 50, (1, 7))
+    assert llm.generate(ids, **GREEDY).tolist() == unsplit("llama", llama, ids)
+    report = llm.flow.generation_report
+    assert len(report.compiled) + len(report.not_compiled_because) == 1
+
+
 def test_weights_are_converted_to_the_dtype_that_was_asked_for(llama: Path) -> None:
     llm = placed(llama, dtype="bfloat16")
     assert {one.dtype for one in llm.model.parameters()} == {torch.bfloat16}
@@ -276,6 +284,7 @@ def changed(llama: Path, folder: Path, **config: Any) -> Path:
             {**GENERATED, "generation": TEXT.model_copy(update={"new_tokens": 237})},
             r"prompt_tokens \+ new_tokens is 257, but LlamaForCausalLM reads at most 256",
         ),
+        ({"compile": "fast"}, "compile='fast' is not a backend of torch.compile"),
         ({"training": True}, "training is True, but from_pretrained places inference"),
         ({"contxt": 5}, "from_pretrained has no argument 'contxt'"),
     ],
