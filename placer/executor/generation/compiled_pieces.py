@@ -62,12 +62,12 @@ def compilation(
             and values, which a repeated pass writes to the same place.
     """
     found = Compilation()
-    if devices.registries:  # the compiler would trace the observer
-        found.obstacles.append("logical_devices looks at every operation")
-        return found
     replay = TraceReplay(trace, results)
     if any(piece.resting is not None for piece in replay.pieces):
         found.obstacles.append("weights rest on the host, and are copied between operations")
+    elif devices.registries:  # the compiler would trace the observer
+        found.obstacles.append("logical_devices looks at every operation")
+    if found.obstacles:
         return found
     for piece in replay.pieces:
         if not piece.operations:

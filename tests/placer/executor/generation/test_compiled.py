@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import resting_models
 import torch
 from generating_models import greedy, pair, split, token_ids
 from torch import Tensor, fx
@@ -107,6 +108,18 @@ def test_a_compiled_pass_with_another_result_is_not_used() -> None:
 def test_checked_stand_ins_run_without_a_compiler() -> None:
     report = assert_tokens(BACKEND).generation_report
     assert report.not_compiled_because == ("logical_devices looks at every operation",)
+
+
+@pytest.mark.usefixtures("two_stand_ins")
+def test_weights_on_the_host_run_without_a_compiler() -> None:
+    model, reference = resting_models.pair()
+    flow = resting_models.placed(model, ["cpu:0", "cpu:1"], resting_models.blocks([1, 2]))
+    with flow.applied(compile=BACKEND):
+        found = model.generate(token_ids(1), **OPTIONS)
+    assert found.tolist() == reference.generate(token_ids(1), **OPTIONS).tolist()
+    assert flow.generation_report.not_compiled_because == (
+        "weights rest on the host, and are copied between operations",
+    )
 
 
 @pytest.mark.usefixtures("always_faster")
