@@ -119,6 +119,12 @@ def from_pretrained(
     if not has_weights(folder):
         raise InputError(f"{folder} has no weights; download its safetensors files")
     model = _made(folder, kind)
+    is_quantised = getattr(model, "is_quantized", False)
+    if is_quantised and asked.host_memory_bytes is not None:
+        raise InputError(
+            f"host_memory_bytes is given, but the weights in {folder} are quantised, and cannot"
+            " rest on the host; leave it out"
+        )
     longest = _longest(model, context, asked.generation)
     prompt_tokens = _prompt_tokens(longest, asked.generation)
     inputs = _inputs(model, prompt_tokens, batch_size)
@@ -136,7 +142,7 @@ def from_pretrained(
     texts = _texts(request, model, batch_size, longest, is_asked=context is not None)
     placement = _placement(request, texts, server)
     # numbers next to quantised weights, such as scales, keep their dtypes
-    own: Any = None if getattr(model, "is_quantized", False) else model.dtype
+    own: Any = None if is_quantised else model.dtype
     load(model, placement, folder, dtype=own, devices=used, progress=progress)
     if longest is not None and prompt_tokens is not None and longest > prompt_tokens:
         _limit_passes(model, prompt_tokens)

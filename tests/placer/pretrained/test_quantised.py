@@ -94,6 +94,11 @@ def test_quantised_weights_generate_the_tokens_of_transformers(name: str, tmp_pa
     assert found == pytest.approx(stored_bytes(folder), rel=0.02)
 
 
+def test_quantised_weights_do_not_rest_on_the_host(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"host_memory_bytes is given, but .* are quantised"):
+        placed(quantised("torchao", tmp_path), host_memory_bytes="1GiB")
+
+
 def described(llama: Path, folder: Path, **quantization: Any) -> Path:
     """Return a folder whose configuration describes quantised weights."""
     config = json.loads((llama / "config.json").read_text())
