@@ -49,7 +49,7 @@ def compilation(
     results: Collection[int],
     plain: TraceReplay,
     backend: Backend,
-    restore: Callable[[], None],
+    restore: Callable[[torch.device], None],
 ) -> Compilation:
     """Compile the pieces of a pass, and try each. The caller records the replay.
 
@@ -58,8 +58,8 @@ def compilation(
         results: numbers of the values that the caller reads afterwards.
         plain: the pass without a compiler; it has run.
         backend: of ``torch.compile``.
-        restore: gives everything that a pass changes its value before the pass, apart from keys
-            and values, which a repeated pass writes to the same place.
+        restore: gives everything on a device that a pass changes its value before the pass, apart
+            from keys and values, which a repeated pass writes to the same place.
     """
     found = Compilation()
     replay = TraceReplay(trace, results)
@@ -90,7 +90,7 @@ def _try_out(
     replay: TraceReplay,
     plain: TraceReplay,
     backend: Backend,
-    restore: Callable[[], None],
+    restore: Callable[[torch.device], None],
 ) -> str:
     """Let a piece run compiled if that is faster, and return both times in words."""
     function = CompiledPiece(piece.operations, replay.left_by(piece), backend)
@@ -98,11 +98,11 @@ def _try_out(
     values = plain.values()
 
     def run_plain() -> None:
-        restore()
+        restore(piece.device)
         replay.run_piece(piece, dict(values))
 
     def run_compiled() -> None:
-        restore()
+        restore(piece.device)
         function.run(dict(values))
 
     before_ms = trial_ms([run_plain], piece.device)

@@ -12,7 +12,7 @@ cache's capacity, and the state of the model. What cannot be recorded runs throu
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,27 @@ class _Recording:
     replay: TraceReplay | None = None
     result: Structure | None = None
     outcome: list[int] = field(default_factory=list)
+
+
+class _Kept:
+    """The contents of tensors before a pass that changes them.
+
+    Args:
+        tensors: on any devices.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._kept = [(one, one.clone(), devices.location(one)) for one in tensors]
+
+    def restore(self, place: torch.device | None = None) -> None:
+        """Give the tensors their contents again.
+
+        Args:
+            place: the device whose tensors are meant; None for all.
+        """
+        for tensor, was, where in self._kept:
+            if place is None or devices.same(where, place):
+                tensor.copy_(was)
 
 
 class Decoding:
@@ -420,9 +441,7 @@ class Decoding:
         # The replay after it writes equal keys and values to the same place; other state, such as
         # the number of tokens, must be what it was.
         contents = {id(tensor) for tensor in recording.copy.tensors}
-        kept = [
-            (tensor, tensor.clone()) for tensor in before.changed() if id(tensor) not in contents
-        ]
+        kept = _Kept(one for one in before.changed() if id(one) not in contents)
         trace, result = self._traced(recording, call)
         found = self._returned(recording, call, leaves, target, result)
         if not self._findings.state.holds():
@@ -439,12 +458,7 @@ class Decoding:
             replay.record(self._streams)
         except devices.NotRecordable as error:
             raise CannotRecordError(str(error)) from error
-
-        def restore() -> None:
-            for tensor, was in kept:
-                tensor.copy_(was)
-
-        restore()
+        kept.restore()
         replay.run()
         again = self._collected(recording, replay, call, leaves, target)
         if why := _difference(
@@ -453,11 +467,11 @@ class Decoding:
             raise CannotRecordError(why)
         recording.replay = replay
         if call.backend is not None:
-            made = compilation(trace, results, replay, call.backend, restore)
+            made = compilation(trace, results, replay, call.backend, kept.restore)
             self._exchange(
                 recording,
                 made,
-                restore,
+                kept.restore,
                 lambda used: _difference(
                     self._collected(recording, used, call, leaves, target), found, _COMPILED_DIFFERS
                 ),
