@@ -136,7 +136,7 @@ def suggest(
     )
     with _waiting("solving", progress):
         placement = answer(request, server)
-    return _found(placement, request.time_limit_s)
+    return or_error(placement, request.time_limit_s)
 
 
 def question(
@@ -216,6 +216,31 @@ def answer(request: PlacementRequest, server: str | None) -> Placement:
     from placer.solver.solve import solve
 
     return solve(request)
+
+
+def or_error(placement: Placement, time_limit_s: float) -> Placement:
+    """Return a placement, or raise the error that explains why it has no layers.
+
+    Args:
+        placement: the answer.
+        time_limit_s: of the request.
+
+    Raises:
+        InfeasibleError: no placement meets the requirements.
+        SolveLimitError: no placement was found in time.
+    """
+    if placement.status == "infeasible":
+        reason = (
+            placement.infeasible.text
+            if placement.infeasible
+            else "no placement meets the requirements"
+        )
+        raise InfeasibleError(reason)
+    if not placement.layer_devices:
+        raise SolveLimitError(
+            f"no placement was found within {time_limit_s:g} s; allow more with time_limit_s"
+        )
+    return placement
 
 
 def _request(
@@ -529,22 +554,6 @@ def _profile_request(graph: Graph, devices: Any, asked: SuggestOptions) -> Profi
             f"a server measures the optimizers {', '.join(known)}, or None; not {optimizer!r}"
         )
     return ProfileRequest(graph=graph, devices=devices, optimizer=name, repeats=asked.repeats)
-
-
-def _found(placement: Placement, time_limit_s: float) -> Placement:
-    """Return the placement, or raise the error that explains why no placement exists."""
-    if placement.status == "infeasible":
-        reason = (
-            placement.infeasible.text
-            if placement.infeasible
-            else "no placement meets the requirements"
-        )
-        raise InfeasibleError(reason)
-    if not placement.layer_devices:
-        raise SolveLimitError(
-            f"no placement was found within {time_limit_s:g} s; allow more with time_limit_s"
-        )
-    return placement
 
 
 @contextmanager

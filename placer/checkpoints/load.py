@@ -99,6 +99,24 @@ def load(
     return model
 
 
+def map_weights(model: nn.Module, path: str | PathLike[str]) -> None:
+    """Give a model on ``meta`` the tensors of a checkpoint, mapped from its files.
+
+    They take no memory until they are used. Tensors that are computed from several ones stay on
+    ``meta``.
+
+    Args:
+        model: any module.
+        path: as for ``load``.
+
+    Raises:
+        InputError: as for ``load``. The model is then unchanged.
+    """
+    with torch.inference_mode(False), torch.no_grad(), StateSlots(model):
+        tie(model)
+        _assign(model, path, strict=True)
+
+
 def _assign(model: nn.Module, path: str | PathLike[str], strict: bool) -> dict[int, Derived]:
     """Give a model the tensors of a checkpoint, whose memory is mapped from its files.
 

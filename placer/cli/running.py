@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json as jsons
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from placer.cli.option_fields import Words, expanded
 from placer.cli.options import Places, limits
 from placer.cli.terminal import err, profiling_log, users_code
+from placer.errors import InputError
 from placer.schema import SuggestOptions
 from placer.utils.units import count_text
 
 if TYPE_CHECKING:
     from placer.pretrained.pretrained import Pretrained
 
-OPTIONS = frozenset({"cache", "time_limit_s"})
+OPTIONS = frozenset({"cache", "generation", "host_memory_bytes", "time_limit_s"})
 """The options of ``suggest`` that ``run`` has."""
 
 
@@ -50,6 +51,19 @@ def run(
             " default 4096 or the model's maximum",
         ),
     ] = None,
+    objective: Annotated[
+        Literal["latency", "generation"],
+        typer.Option(
+            help="the time of a pass; or of a whole text, with --prompt-tokens and --new-tokens"
+            " instead of --context"
+        ),
+    ] = "latency",
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="compile decoding where that is faster; the first text waits for it"
+        ),
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(help="of the parameters, as bfloat16; by default as in the configuration"),
@@ -67,7 +81,9 @@ def run(
     last line, on stderr, tells the speed.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    llm = _placed(path, places, words, context=context, dtype=dtype)
+    llm = _placed(
+        path, places, words, context=context, objective=objective, compile=compile, dtype=dtype
+    )
     given: Any = [{"role": "user", "content": text}] if chat else text
     stream = llm.stream_text(given, max_new_tokens)
     pieces = []
@@ -97,10 +113,15 @@ def run(
 @users_code()
 def _placed(path: str, places: Places, words: Words[SuggestOptions], **given: Any) -> Pretrained:
     names = places.names()
-    usable: dict[Any, int] = {**limits(names, places.memory)}
+    usable: dict[Any, int | str] = {**limits(names, places.memory)}
+    options = words.read(names)
+    if given["objective"] == "generation" and options.generation is None:
+        raise InputError(
+            "--prompt-tokens and --new-tokens are missing; give them with --objective generation"
+        )
     from placer.pretrained.from_pretrained import from_pretrained
 
     with profiling_log():
         return from_pretrained(
-            path, devices=names, memory_bytes=usable or None, options=words.read(names), **given
+            path, devices=names, memory_bytes=usable or None, options=options, **given
         )

@@ -31,12 +31,13 @@ def is_checkpoint(path: Path) -> bool:
     return (path / CONFIG).is_file() if path.is_dir() else path.name.endswith(".json")
 
 
-def read_config(path: Path, otherwise: str = WEIGHTS_ALONE) -> Any:
+def read_config(path: Path, otherwise: str = WEIGHTS_ALONE, with_quantisation: bool = False) -> Any:
     """Return the configuration of transformers in a folder or a file.
 
     Args:
         path: the folder or file.
         otherwise: what to do without a configuration that can be read, for messages.
+        with_quantisation: whether its weights may be quantised.
 
     Raises:
         InputError: it is not such a configuration, or it needs code from elsewhere.
@@ -51,7 +52,7 @@ def read_config(path: Path, otherwise: str = WEIGHTS_ALONE) -> Any:
         raise InputError(
             f"{file} has no model_type, so it is not a configuration of transformers; {otherwise}"
         )
-    if content.get("quantization_config"):
+    if content.get("quantization_config") and not with_quantisation:
         raise InputError(
             f"{file} describes quantised weights, whose layers are not known without them;"
             f" {otherwise}"

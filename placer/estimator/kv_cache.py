@@ -6,6 +6,7 @@ shapes of the real cache, with its sliding windows, shared heads and compressed 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.errors import InputError
-from placer.estimator.meta_models import meta_copy
+from placer.estimator.meta_models import made_on_meta, meta_copy
 from placer.schema.base import MERGED
 
 
@@ -131,10 +132,24 @@ def cache_layers(
     Raises:
         InputError: the model has no cache, or it is unknown which module fills it.
     """
-    copied = meta_copy(model).eval()
+    copied = _on_meta(model)
     parts, factor = _filled(copied, samples, tokens, source_tokens, remedy)
     modules = _modules(copied, len(parts), remedy)
     return [CacheLayer(module, part, factor) for module, part in zip(modules, parts, strict=True)]
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on ``meta``.
+
+    Layers of quantised weights cannot run there; the cache is the one of the usual layers.
+    """
+    if getattr(model, "hf_quantizer", None) is None:
+        return meta_copy(model).eval()
+    own: Any = model  # of transformers
+    config = copy.deepcopy(own.config)
+    del config.quantization_config
+    made: nn.Module = made_on_meta(lambda: type(own)._from_config(config, dtype=own.dtype))
+    return made.eval()
 
 
 def layer_of(module: str, layers: Sequence[str]) -> str:

@@ -547,7 +547,12 @@ class DataFlow(nn.Module):
         return {place: why for place, (_, why) in self.calls.streams.compiling().items() if why}
 
     def generate_many(
-        self, prompts: Iterable[Any], *, in_flight: int | None = None, **options: Any
+        self,
+        prompts: Iterable[Any],
+        *,
+        in_flight: int | None = None,
+        compile: bool | Backend = False,
+        **options: Any,
     ) -> Generator[Any, None, None]:
         """Generate text for prompt after prompt, several at a time, each on other devices.
 
@@ -571,6 +576,7 @@ class DataFlow(nn.Module):
             in_flight: most prompts that are generated at the same time; the number of devices with
                 weights if None. Results that wait for an earlier prompt do not count; there are at
                 most as many.
+            compile: compile the recorded passes with ``torch.compile``, as for ``applied``.
             options: keyword arguments of the model's ``generate``, for all prompts.
 
         Returns:
@@ -584,10 +590,12 @@ class DataFlow(nn.Module):
         """
         calls = self.calls
         return generate_many(
-            self.placed, calls.decoding, calls.applied, prompts, in_flight, options
+            self.placed, calls.decoding, calls.applied, prompts, in_flight, compile, options
         )
 
-    def applied(self, record: bool = True) -> AbstractContextManager[nn.Module]:
+    def applied(
+        self, record: bool = True, *, compile: bool | Backend = False
+    ) -> AbstractContextManager[nn.Module]:
         """Let the model itself run placed, for a while.
 
             with flow.applied() as model:
@@ -609,6 +617,11 @@ class DataFlow(nn.Module):
             record: run calls with one token per sequence and a cache of transformers, as
                 ``generate`` makes them, through recorded passes over a static cache (default). See
                 ``generation_report``.
+            compile: compile these passes with ``torch.compile``: True, or the name of a backend.
+                Each device's part of a pass is compiled for each capacity of the cache, while the
+                first text of its kind waits. The result is used only where it is faster, see
+                ``generation_report``. False (default): as in an ``applied`` around this one, or
+                without.
 
         Returns:
             The model.
@@ -618,7 +631,10 @@ class DataFlow(nn.Module):
             InputError: the flow has clones, which the model's own methods do not use.
         """
         require_flags(record=record)
-        return self.calls.applied(record)
+        backend = backend_of(compile)
+        if backend is not None and not record:
+            raise InputError("compile needs recorded passes; leave record=False or compile out")
+        return self.calls.applied(record, backend)
 
     @property
     def generation_report(self) -> GenerationReport:

@@ -20,7 +20,9 @@ class ModelLock:
     """A reentrant lock with blocks, whose threads take turns."""
 
     def __init__(self) -> None:
-        self._changed = Condition(Lock())
+        # locks of C are left in one step, which no interrupt divides; a Condition's way out is not
+        self._mutex = Lock()
+        self._changed = Condition(self._mutex)
         self._owner: int | None = None
         self._depth = 0
         # threads that wait for their turn, in the order in which they came
@@ -35,14 +37,14 @@ class ModelLock:
         if self._owner == me:
             self._depth += 1
             return self
-        with self._changed:
+        with self._mutex:
             self._queue.append(me)
             self._changed.notify_all()  # a thread in ``is_alone`` may wait for this one
             try:
                 self._changed.wait_for(lambda: self._is_next(me))
-                self._owner, self._depth = me, 1
             finally:
                 self._queue.remove(me)
+            self._owner, self._depth = me, 1
         return self
 
     def __exit__(
@@ -51,11 +53,22 @@ class ModelLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            with self._changed:
-                self._owner = None
-                self._changed.notify_all()
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        me, is_left, interrupt = self._owner, False, None
+        # An interrupt may come at any call below; the lock has to be free before it goes on.
+        while not is_left:
+            try:
+                with self._mutex:
+                    if self._owner == me:  # otherwise another thread has its turn already
+                        self._owner, self._depth = None, 0
+                    self._changed.notify_all()
+                is_left = True
+            except BaseException as found:
+                interrupt = found
+        if interrupt is not None:
+            raise interrupt
 
     def _is_next(self, me: int) -> bool:
         if self._owner is not None:

@@ -28,6 +28,7 @@ from placer.capture.python_state.mutable_inputs import write_back
 from placer.errors import InputError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.device_map import device_map_set
+from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.fill_drain import even_sizes
 from placer.executor.generation.generations import CancelledError, Generations
 from placer.executor.inference.repeated_calls import RepeatedCalls
@@ -67,6 +68,7 @@ class PlacedCalls:
         self._replaced: ExitStack | None = None
         self._blocks = 0
         self._records = True
+        self._backend: Backend | None = None
         self.forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -161,6 +163,7 @@ class PlacedCalls:
     def applied(
         self,
         record: bool | None = None,
+        backend: Backend | None = None,
         *,
         is_guest: bool = False,
         is_apart: bool = False,
@@ -170,6 +173,7 @@ class PlacedCalls:
 
         Args:
             record: whether to decode through recorded passes; None as around the block, or True.
+            backend: of ``torch.compile``, for these passes; None as around the block, or none.
             is_guest: whether a thread that is in such a block waits for this one.
             is_apart: whether the thread has streams of its own in any case.
             is_cancelled: returns whether calls of the model are to raise a CancelledError.
@@ -189,12 +193,16 @@ class PlacedCalls:
                 record = self._records if is_guest else self._block.records
             elif not self._blocks:
                 self._records = record
+            if backend is None:
+                backend = self._backend if is_guest else self._block.backend
+            if not self._blocks:
+                self._backend = backend
             places = list(dict.fromkeys([*assignment.devices, self._settings.output_device]))
             with (
                 devices.joined(),
                 placed.hooks.standing(assignment, again=self.applied),
                 self.decoding.slot(places, is_apart),
-                self._block.set(record, is_cancelled),
+                self._block.set(record, backend, is_cancelled),
             ):
                 self._enter(assignment)
                 try:
@@ -257,7 +265,7 @@ class PlacedCalls:
             return through_flow()
         target = self._settings.output_device
         with nothing_held(), self._turn(), hooks.paused():
-            found = self.decoding.run(args, kwargs, target, through_flow)
+            found = self.decoding.run(args, kwargs, target, through_flow, self._block.backend)
         return through_flow() if found is None else found[0]
 
     def _turn(self) -> AbstractContextManager[Any]:
@@ -401,23 +409,28 @@ class _Block(threading.local):
 
     Attributes:
         records: whether it decodes through recorded passes.
+        backend: of ``torch.compile``, for these passes; None for none.
         is_cancelled: returns whether its calls of the model are to raise a CancelledError; None for
             never.
     """
 
     def __init__(self) -> None:
         self.records = True
+        self.backend: Backend | None = None
         self.is_cancelled: Callable[[], bool] | None = None
 
     @contextmanager
-    def set(self, records: bool, is_cancelled: Callable[[], bool] | None) -> Iterator[None]:
+    def set(
+        self, records: bool, backend: Backend | None, is_cancelled: Callable[[], bool] | None
+    ) -> Iterator[None]:
         """Change it inside the block."""
-        before = self.records, self.is_cancelled
-        self.records, self.is_cancelled = records, is_cancelled or self.is_cancelled
+        before = self.records, self.backend, self.is_cancelled
+        self.records, self.backend = records, backend
+        self.is_cancelled = is_cancelled or self.is_cancelled
         try:
             yield
         finally:
-            self.records, self.is_cancelled = before
+            self.records, self.backend, self.is_cancelled = before
 
     def refuse_cancelled(self) -> None:
         """Raise a CancelledError if nobody takes the result of this thread's generation."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,17 +16,28 @@ from torch import nn
 from placer.checkpoints.load import load
 from placer.checkpoints.meta_parameters import on_meta
 from placer.devices import DeviceLike, resolve
-from placer.errors import InfeasibleError, InputError, SolveLimitError
+from placer.errors import InfeasibleError, InputError
 from placer.estimator import checkpoints, kv_cache
 from placer.estimator.memory_search import Asked, ShorterTexts, estimated, with_cache
 from placer.executor.dataflow import DataFlow
+from placer.executor.engine.compiled_segments import Backend, backend_of
+from placer.executor.generation.static_cache import capacity_at_end
+from placer.pretrained import quantised
 from placer.pretrained.checkpoint_folder import checkpoint_folder, has_weights, tokenizer_of
 from placer.pretrained.pretrained import Pretrained
 from placer.report.estimate import headline
-from placer.schema import Placement, PlacementRequest, SuggestOptions
+from placer.schema import (
+    GenerationOptions,
+    Placement,
+    PlacementRequest,
+    Profile,
+    SuggestOptions,
+)
 from placer.schema.options import combined
+from placer.solver import generation
 from placer.utils.dtypes import as_dtype
-from placer_client.suggest import answer, question
+from placer.utils.option_checks import require_count
+from placer_client.suggest import answer, or_error, question
 
 __all__ = ["from_pretrained"]
 
@@ -54,7 +65,8 @@ def from_pretrained(
     context: int | None = None,
     batch_size: int = 1,
     dtype: Any = None,
-    memory_bytes: int | Mapping[DeviceLike, int] | None = None,
+    memory_bytes: int | str | Mapping[DeviceLike, int | str] | None = None,
+    compile: bool | Backend = False,
     progress: bool = True,
     options: SuggestOptions | None = None,
     **fields: Any,
@@ -77,11 +89,14 @@ def from_pretrained(
             reserved; by default 4096, or the maximum of the model if that is smaller.
         batch_size: texts that are generated at the same time.
         dtype: of the parameters, as ``"bfloat16"``; by default the configuration's own.
-        memory_bytes: the memory that the model may use, in bytes, of each device or by device; by
-            default all of it.
+        memory_bytes: the memory that the model may use, in bytes or as ``"24GiB"``, of each device
+            or by device; by default all of it.
+        compile: compile decoding with ``torch.compile`` where that is faster, as for
+            ``flow.applied``. The first text of its kind then waits for the compiler.
         progress: show progress on a terminal.
         options: what to solve and how to measure, as for ``suggest``; by default objective
-            ``latency`` and granularity ``blocks``.
+            ``latency`` and granularity ``blocks``. Under objective ``generation``, the option
+            ``generation`` replaces ``context``.
         fields: single fields of ``options``, for short.
 
     Returns:
@@ -93,16 +108,26 @@ def from_pretrained(
         InfeasibleError: memory is missing; the message says how much, and what would fit.
         SolveLimitError: no placement was found in time.
     """
-    asked = _asked(options, fields)
-    _require_counts(context, batch_size)
+    asked = _asked(options, fields, context)
+    if context is not None:
+        require_count("context", context, "tokens")
+    require_count("batch_size", batch_size, "texts")
+    backend_of(compile)  # refuse a wrong one before minutes of work
     kind = as_dtype(dtype)
     used = resolve(devices)
     folder = checkpoint_folder(path)
     if not has_weights(folder):
         raise InputError(f"{folder} has no weights; download its safetensors files")
     model = _made(folder, kind)
-    longest = _longest(model, context)
-    inputs = _inputs(model, longest, batch_size)
+    is_quantised = getattr(model, "is_quantized", False)
+    if is_quantised and asked.host_memory_bytes is not None:
+        raise InputError(
+            f"host_memory_bytes is given, but the weights in {folder} are quantised, and cannot"
+            " rest on the host; leave it out"
+        )
+    longest = _longest(model, context, asked.generation)
+    prompt_tokens = _prompt_tokens(longest, asked.generation)
+    inputs = _inputs(model, prompt_tokens, batch_size)
     server = os.environ.get("PLACER_URL")
     with checkpoints.without_cache(model):
         request = question(
@@ -114,23 +139,26 @@ def from_pretrained(
             server=server,
             progress=progress,
         )
-    layers = [layer.name for layer in request.profile.layers]
-    cached = partial(_cache, model, layers, batch_size, is_asked=context is not None)
-    placement = _placement(request, cached, longest, server)
-    own: Any = model.dtype  # transformers' models have the attribute
+    texts = _texts(request, model, batch_size, longest, is_asked=context is not None)
+    placement = _placement(request, texts, server)
+    # numbers next to quantised weights, such as scales, keep their dtypes
+    own: Any = None if is_quantised else model.dtype
     load(model, placement, folder, dtype=own, devices=used, progress=progress)
-    if longest is not None and longest > _prompt_tokens(longest):
-        _limit_passes(model, _prompt_tokens(longest))
+    if longest is not None and prompt_tokens is not None and longest > prompt_tokens:
+        _limit_passes(model, prompt_tokens)
     flow = DataFlow(model, device_ids=used, inference_only=True)
     flow.update_flow(placement)
-    return Pretrained(model, flow, placement, tokenizer_of(folder), longest)
+    return Pretrained(model, flow, placement, tokenizer_of(folder), longest, compile)
 
 
-def _asked(options: SuggestOptions | None, fields: Mapping[str, Any]) -> SuggestOptions:
-    """Return the options, with defaults for generation.
+def _asked(
+    options: SuggestOptions | None, fields: Mapping[str, Any], context: Any
+) -> SuggestOptions:
+    """Return the options, with defaults for inference.
 
     Raises:
-        InputError: they ask for training, or for measurements on another machine.
+        InputError: they ask for training, for measurements on another machine, or for a generation
+            without its length or with two lengths.
     """
     asked = combined(SuggestOptions, options, fields, from_pretrained)
     if asked.training or asked.profile_on_server:
@@ -138,10 +166,14 @@ def _asked(options: SuggestOptions | None, fields: Mapping[str, Any]) -> Suggest
         raise InputError(
             f"{name} is True, but from_pretrained places inference on this machine; leave it out"
         )
-    if asked.objective == "generation":
+    if asked.objective == "generation" and asked.generation is None:
         raise InputError(
-            "objective is 'generation', which from_pretrained does not place; leave it out, or make"
-            " the model yourself, and call placer.suggest and placer.load"
+            "objective is 'generation', but the lengths of the texts are missing; give"
+            " generation=placer.GenerationOptions(prompt_tokens=..., new_tokens=...)"
+        )
+    if asked.generation is not None and context is not None:
+        raise InputError(
+            f"context is {context}, but generation has the length of the texts; leave context out"
         )
     missing = {
         name: value for name, value in _DEFAULTS.items() if name not in asked.model_fields_set
@@ -149,38 +181,47 @@ def _asked(options: SuggestOptions | None, fields: Mapping[str, Any]) -> Suggest
     return asked.model_copy(update={**missing, "training": False, "profile_on_server": False})
 
 
-def _require_counts(context: Any, batch_size: Any) -> None:
-    for name, given in {"context": context, "batch_size": batch_size}.items():
-        is_count = isinstance(given, int) and not isinstance(given, bool) and given >= 1
-        if not is_count and not (name == "context" and given is None):
-            raise InputError(f"{name} is {given!r}; give a whole number from 1")
-
-
-def _longest(model: nn.Module, context: int | None) -> int | None:
+def _longest(model: nn.Module, context: int | None, texts: GenerationOptions | None) -> int | None:
     """Return the tokens of the longest text; None if the model generates none.
+
+    Args:
+        model: the model.
+        context: the length that was asked for; None for the default.
+        texts: what is generated, under objective ``generation``.
 
     Raises:
         InputError: a length is given, and the model does not generate, or not texts of that length.
     """
+    name, asked = "context", context
+    if texts is not None:
+        name, asked = "prompt_tokens + new_tokens", texts.prompt_tokens + texts.new_tokens
     kind, most = type(model).__name__, checkpoints.most_tokens(model)
     if not _generates(model):
-        if context is not None:
-            raise InputError(f"context is {context}, but {kind} generates no text; leave it out")
+        if asked is not None:
+            raise InputError(f"{name} is {asked}, but {kind} generates no text; leave it out")
         return None
-    if context is None:
+    if asked is None:
         return min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
-    if most is not None and context > most:
-        raise InputError(f"context is {context}, but {kind} reads at most {most} tokens")
-    return context
+    if most is not None and asked > most:
+        raise InputError(f"{name} is {asked}, but {kind} reads at most {most} tokens")
+    return asked
 
 
 def _made(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Return the model of a checkpoint on ``meta``, with the checkpoint's way to generate.
 
+    Quantised weights are mapped from their files.
+
     Raises:
-        InputError: transformers cannot make it.
+        InputError: transformers cannot make it, or a dtype is asked for quantised weights.
+        MissingExtraError: the package that quantised the weights is not installed.
     """
-    config = checkpoints.read_config(folder, _OTHERWISE)
+    config = checkpoints.read_config(folder, _OTHERWISE, with_quantisation=True)
+    quantizer = quantised.taken_quantizer(config, _OTHERWISE)
+    if quantizer is not None and dtype is not None:
+        raise InputError(
+            f"dtype is {dtype}, but the weights in {folder} are quantised; leave dtype out"
+        )
     try:
         model = checkpoints.model_of(config, dtype, _with_buffers).eval()
     except InputError as error:
@@ -194,7 +235,7 @@ def _made(folder: Path, dtype: torch.dtype | None) -> nn.Module:
         library = checkpoints.transformers_library()
         with suppress(OSError):  # without such a file, the configuration has these settings
             model.generation_config = library.GenerationConfig.from_pretrained(str(folder))
-    return model
+    return model if quantizer is None else quantised.with_weights(model, quantizer, folder)
 
 
 def _with_buffers(make: Callable[[], Any]) -> Any:
@@ -207,9 +248,16 @@ def _generates(model: Any) -> bool:
     return hasattr(model, "can_generate") and bool(model.can_generate())
 
 
-def _inputs(model: nn.Module, context: int | None, batch_size: int) -> dict[str, torch.Tensor]:
-    """Return inputs to measure the model with: as many tokens as it reads at once."""
-    given = checkpoints.default_inputs(model, training=False, tokens=context)
+def _inputs(model: nn.Module, tokens: int | None, batch_size: int) -> dict[str, torch.Tensor]:
+    """Return inputs to measure the model with.
+
+    Args:
+        model: the model.
+        tokens: that it reads at once; None for a model that generates no text.
+        batch_size: samples.
+    """
+    shape = None if tokens is None or model.main_input_name != "input_ids" else (1, tokens)
+    given = checkpoints.default_inputs(model, training=False, shape=shape)
     # different tokens, so that the experts of a mixture share them
     return {
         name: torch.arange(batch_size * one[0].numel())
@@ -231,6 +279,65 @@ def _limit_passes(model: Any, tokens: int) -> None:
         model.generation_config.prefill_chunk_size = tokens
 
 
+class _Texts(NamedTuple):
+    """The memory of the longest texts that are generated.
+
+    Attributes:
+        profile: of a pass, without keys and values.
+        tokens: of each text; None if the model generates none.
+        cached: returns the bytes of keys and values by layer, for a number of tokens.
+        cache: the bytes of keys and values by layer.
+    """
+
+    profile: Profile
+    tokens: int | None
+    cached: Callable[[int], dict[str, int]]
+    cache: dict[str, int]
+
+
+def _texts(
+    request: PlacementRequest,
+    model: nn.Module,
+    batch_size: int,
+    longest: int | None,
+    is_asked: bool,
+) -> _Texts:
+    """Return the memory of the texts of a request.
+
+    Args:
+        request: as ``suggest`` asks it.
+        model: the model.
+        batch_size: texts that are generated together.
+        longest: tokens of each text; None if the model generates none.
+        is_asked: whether the caller gave the number of tokens.
+
+    Raises:
+        InputError: the cache is unknown, and the caller gave the number of tokens.
+    """
+    if request.generation is not None and longest is not None:
+        return _generated_texts(request, request.generation, longest)
+    layers = [layer.name for layer in request.profile.layers]
+    cached = partial(_cache, model, layers, batch_size, is_asked=is_asked)
+    return _Texts(request.profile, longest, cached, {} if longest is None else cached(longest))
+
+
+def _generated_texts(request: PlacementRequest, asked: GenerationOptions, longest: int) -> _Texts:
+    """Return the memory of the texts of a request with objective ``generation``, which has it."""
+    cache = generation.cache_bytes(request)
+    mean_pass = generation.mean_pass_request(request).profile
+    without = with_cache(mean_pass, {layer: -size for layer, size in cache.items()})
+
+    def capacity(tokens: int) -> int:
+        prompt_tokens = max(1, min(asked.prompt_tokens, tokens - 1))
+        return capacity_at_end(prompt_tokens, max(1, tokens - prompt_tokens))
+
+    def cached(tokens: int) -> dict[str, int]:
+        shorter, whole = capacity(tokens), capacity(longest)
+        return {layer: size * shorter // whole for layer, size in cache.items()}
+
+    return _Texts(without, longest, cached, cache)
+
+
 def _cache(
     model: nn.Module, layers: Sequence[str], batch_size: int, tokens: int, is_asked: bool
 ) -> dict[str, int]:
@@ -249,7 +356,12 @@ def _cache(
     """
     try:
         return kv_cache.cache_bytes(
-            model, layers, batch_size, tokens, _prompt_tokens(tokens), "leave context out"
+            model,
+            layers,
+            batch_size,
+            tokens,
+            min(tokens, checkpoints.DEFAULT_TOKENS),
+            "leave context out",
         )
     except InputError as error:
         if is_asked:
@@ -258,55 +370,59 @@ def _cache(
         return {}
 
 
-def _prompt_tokens(context: int) -> int:
-    return min(context, checkpoints.DEFAULT_TOKENS)
-
-
-def _placement(
-    request: PlacementRequest,
-    cached: Callable[[int], dict[str, int]],
-    context: int | None,
-    server: str | None,
-) -> Placement:
-    """Return the placement with memory for the cache of ``context`` tokens.
+def _prompt_tokens(longest: int | None, texts: GenerationOptions | None) -> int | None:
+    """Return the tokens that a prompt's pass reads at once; None if the model generates no text.
 
     Args:
-        request: without the cache.
-        cached: returns the bytes of keys and values by layer, for a number of tokens.
-        context: tokens of the longest text; None without a cache.
+        longest: tokens of the longest text.
+        texts: what is generated, under objective ``generation``.
+    """
+    if texts is not None:
+        return texts.prompt_tokens
+    return None if longest is None else min(longest, checkpoints.DEFAULT_TOKENS)
+
+
+def _placement(request: PlacementRequest, texts: _Texts, server: str | None) -> Placement:
+    """Return the placement with memory for the texts.
+
+    Args:
+        request: with the profile without the cache; under objective ``generation`` with both
+            profiles, which have it.
+        texts: the cache.
         server: the URL of a service that solves; None to solve here.
 
     Raises:
         InfeasibleError: memory is missing.
         SolveLimitError: no placement was found in time.
     """
-    cache = {} if context is None else cached(context)
-    profile = with_cache(request.profile, cache)
-    found = answer(request.model_copy(update={"profile": profile}), server)
-    if found.status == "infeasible":
-        reason = found.infeasible.text if found.infeasible else "no placement is possible"
-        raise InfeasibleError(_missing(request, cache, cached, context) or reason)
-    if not found.layer_devices:
-        raise SolveLimitError(
-            f"no placement was found within {request.time_limit_s:g} s; allow more with"
-            " time_limit_s"
-        )
-    return found
+    if request.objective == "generation":
+        found = answer(request, server)
+    else:
+        profile = with_cache(request.profile, texts.cache)
+        found = answer(request.model_copy(update={"profile": profile}), server)
+    missing = _missing(request, texts) if found.status == "infeasible" else ""
+    if missing:
+        raise InfeasibleError(missing)
+    return or_error(found, request.time_limit_s)
 
 
-def _missing(
-    request: PlacementRequest,
-    cache: dict[str, int],
-    cached: Callable[[int], dict[str, int]],
-    context: int | None,
-) -> str:
-    """Return the memory that is missing and what would fit; empty if something else is wrong."""
-    asked = Asked(1, "1f1b", "never", cache, 0, _CHANGES_S)
-    shorter = ShorterTexts(context, cached) if context is not None and cache else None
-    found = estimated(request.profile, request.placed_on, asked, shorter=shorter)
+def _missing(request: PlacementRequest, texts: _Texts) -> str:
+    """Return the memory that is missing and what would fit; empty if something else is wrong.
+
+    Args:
+        request: that is infeasible.
+        texts: the cache.
+    """
+    asked = Asked(1, "1f1b", "never", texts.cache, 0, _CHANGES_S)
+    shorter = None
+    if texts.tokens is not None and texts.cache:
+        shorter = ShorterTexts(texts.tokens, texts.cached)
+    found = estimated(texts.profile, request.placed_on, asked, shorter=shorter)
     if found.fits is not False:
         return ""
-    texts = "" if context is None else f" with texts of {context} tokens"
-    text = f"{found.model}{texts} {headline(found)}"
+    length = "" if texts.tokens is None else f" with texts of {texts.tokens} tokens"
+    flight = 1 if request.generation is None else request.generation.sequences_in_flight
+    several = "" if flight == 1 else f", {flight} at the same time,"
+    text = f"{found.model}{length}{several} {headline(found)}"
     changes = ", or ".join(change.change for change in found.changes)
     return f"{text}; would fit: {changes}" if changes else text

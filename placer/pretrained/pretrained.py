@@ -10,6 +10,7 @@ from torch import nn
 
 from placer.errors import InputError
 from placer.executor.dataflow import DataFlow
+from placer.executor.engine.compiled_segments import Backend
 from placer.pretrained.text_stream import TextStream
 from placer.schema import Placement
 
@@ -32,6 +33,7 @@ class Pretrained:
         tokenizer: of the checkpoint; None if it has none.
         context: tokens of the longest text, prompt included, for whose keys and values there is
             memory; None if the model generates no text.
+        compile: whether decoding is compiled, as for ``flow.applied``.
     """
 
     model: nn.Module
@@ -39,6 +41,7 @@ class Pretrained:
     placement: Placement
     tokenizer: Any = None
     context: int | None = None
+    compile: bool | Backend = False
 
     def generate(self, inputs: Any = None, **options: Any) -> Any:
         """Generate texts: ``model.generate`` inside ``flow.applied()``.
@@ -55,7 +58,7 @@ class Pretrained:
             InputError: the model generates no text.
         """
         self._require_generate()
-        with self.flow.applied() as model:
+        with self.flow.applied(compile=self.compile) as model:
             return model.generate(inputs, **options)  # type: ignore[operator]
 
     def stream_text(

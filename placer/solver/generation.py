@@ -155,6 +155,20 @@ def _cache_bytes(passes: Passes, prompt: Layer, token: Layer) -> int:
     return passes.asked.sequences_in_flight * (token.buffer_bytes - prompt.buffer_bytes)
 
 
+def cache_bytes(request: PlacementRequest) -> dict[str, int]:
+    """Return the bytes of keys and values by layer, of all sequences in flight.
+
+    Args:
+        request: with objective ``generation``.
+    """
+    passes = passes_of(request)
+    token_layers = {layer.name: layer for layer in passes.token.layers}
+    return {
+        layer.name: _cache_bytes(passes, layer, token_layers[layer.name])
+        for layer in passes.prompt.layers
+    }
+
+
 def _edges(passes: Passes) -> tuple[tuple[Edge, ...], list[int]]:
     """Return the values of a mean pass, and by layer the bytes that either pass holds beyond."""
     place = {layer.name: index for index, layer in enumerate(passes.prompt.layers)}
@@ -324,18 +338,15 @@ def copies(request: PlacementRequest) -> tuple[tuple[str, ...], float | None]:
     if flight == 1 or rules.pinned or rules.forbidden:
         return (), None
     problem = Problem.from_request(mean_pass_request(request))
-    token_layers = {layer.name: layer for layer in passes.token.layers}
-    cache_bytes = sum(
-        token_layers[layer.name].buffer_bytes - layer.buffer_bytes for layer in passes.prompt.layers
-    )
+    sequence_bytes = sum(cache_bytes(request).values()) // flight
     fitting: list[tuple[float, int, int]] = []
     for index, device in enumerate(problem.devices):
         alone = costs.evaluate(problem, [index] * len(problem.layers))
         assert alone is not None  # nothing crosses
-        free_bytes = device.usable_bytes - alone.memory[index].total_bytes + flight * cache_bytes
+        free_bytes = device.usable_bytes - alone.memory[index].total_bytes + flight * sequence_bytes
         # without a cache, any number of sequences fits if one does
-        has_room_for_all = free_bytes >= flight * cache_bytes
-        most = flight if has_room_for_all else free_bytes // max(1, cache_bytes)
+        has_room_for_all = free_bytes >= flight * sequence_bytes
+        most = flight if has_room_for_all else free_bytes // max(1, sequence_bytes)
         if most > 0:
             fitting.append((alone.compute_ms[index], index, most))
     chosen = sorted(fitting)[: min(flight, rules.max_devices or flight)]
@@ -410,13 +421,9 @@ def with_cache(
         where: the device of each layer.
         loads: of each device.
     """
-    passes = passes_of(request)
-    token_layers = {layer.name: layer for layer in passes.token.layers}
     cached: dict[str, int] = {}
-    for layer in passes.prompt.layers:
-        device = where[layer.name]
-        size = _cache_bytes(passes, layer, token_layers[layer.name])
-        cached[device] = cached.get(device, 0) + size
+    for layer, size in cache_bytes(request).items():
+        cached[where[layer]] = cached.get(where[layer], 0) + size
     found = []
     for load in loads:
         size = cached.get(load.device, 0)

@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from model_list import transformers
 
+import placer
+
+
+@pytest.fixture
+def rows_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """A function that runs cases once each, on quick measurements, and returns rows by measure."""
+    transformers()
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+
+    def run(asked: str) -> dict[str, Any]:
+        monkeypatch.setenv("PLACER_GENERATION_ENGINES", asked)
+        module = importlib.import_module("benchmarks.generation")
+        monkeypatch.setattr(module, "ROUNDS", 1)
+        monkeypatch.setattr(placer, "suggest", partial(placer.suggest, repeats=1))
+        monkeypatch.setattr(module.record, "known", lambda name: [])
+        return {row["measure"]: row for row in module.run()}
+
+    return run
+
 
 @pytest.mark.integration
 def test_it_runs_on_stand_ins_and_makes_the_tokens_of_the_unsplit_model(
-    monkeypatch: pytest.MonkeyPatch,
+    rows_of: Callable[[str], dict[str, Any]],
 ) -> None:
-    transformers()
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setenv("PLACER_GENERATION_ENGINES", "ours,hooks,eager")
-    rows = importlib.import_module("benchmarks.generation").run()
-    values = {row["measure"]: row["value"] for row in rows}
-    others = ("eager on one device", "ours, not recorded")
+    rows = rows_of("ours,ours_compiled,hooks,eager,alone")
+    values = {name: row["value"] for name, row in rows.items()}
+    others = (
+        "eager on one device",
+        "ours, not recorded",
+        "ours, compiled",
+        "ours on one device",
+    )
     for name in others:
         assert values.pop(f"tokens that are those of: {name}") == 100.0
     assert values.pop("tokens after the prompt that replayed a recording") > 80
+    reads = "a token, in times of reading all weights once"
+    assert min(values.pop(reads), values.pop(f"{reads}, ours, compiled")) > 1
+    assert values.pop("a token, in times of Placer on one device") > 0
     measures = (
         "a token of each text, in the loop",
         "the prompt and the first token",
@@ -52,19 +79,52 @@ def test_weights_on_the_host_give_the_tokens_of_weights_on_the_device(
 
 
 @pytest.mark.integration
-def test_several_groups_in_flight_have_the_tokens_of_one_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_large_model_generates_one_text_and_several_groups_in_flight(
+    rows_of: Callable[[str], dict[str, Any]],
 ) -> None:
-    transformers()
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setenv("PLACER_GENERATION_ENGINES", "in_flight")
-    module = importlib.import_module("benchmarks.generation")
-    monkeypatch.setattr(module, "ROUNDS", 1)
-    monkeypatch.setattr(module.record, "known", lambda name: [])
-    values = {row["measure"]: row["value"] for row in module.run()}
+    values = {name: row["value"] for name, row in rows_of("large,in_flight").items()}
     assert values.pop("tokens in flight that equal the tokens of one group at a time") == 100.0
     assert set(values) == {
+        "a token, in the loop",
+        "the prompt and the first token",
+        "a token, in times of reading all weights once",
         "tokens per second, several groups in flight",
         "several groups in flight, in tokens per second of one group at a time",
     }
     assert min(values.values()) > 0
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("has_copies", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_the_shape_that_placer_picks_has_the_tokens_of_a_copy(
+    rows_of: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, has_copies: bool
+) -> None:
+    """What is faster on stand-ins is chance, so the test decides it."""
+    real = placer.suggest
+
+    def suggest(*args: Any, **options: Any) -> placer.Placement:
+        found = real(*args, **options)
+        rate = (found.generation.tokens_per_s or 0.0) * (2.0 if has_copies else 0.5)
+        text = found.generation.model_copy(update={"copies_tokens_per_s": rate})
+        return found.model_copy(update={"generation": text})
+
+    monkeypatch.setattr(placer, "suggest", suggest)
+    rows = rows_of("copies")
+    assert rows["tokens of the shape that equal the tokens of one copy alone"]["value"] == 100.0
+    rate = rows["tokens per second of the shape that Placer picks"]
+    assert rate["figures"]["shape"].startswith("2 copies" if has_copies else "stages on")
+    share = rows["the shape that Placer picks, in tokens per second of one copy alone, times 2"]
+    assert share["value"] == pytest.approx(
+        rate["value"] / rate["peers"]["one copy alone, times 2"], rel=0.01
+    )
+
+
+@pytest.mark.integration
+def test_predictions_come_with_what_is_measured(
+    rows_of: Callable[[str], dict[str, Any]],
+) -> None:
+    rows = rows_of("predicted")
+    assert set(rows) == {"a token, predicted", "the prompt and the first token, predicted"}
+    for row in rows.values():
+        predicted, measured = row["figures"]["predicted ms"], row["figures"]["measured ms"]
+        assert row["value"] == pytest.approx(100 * (predicted / measured - 1), abs=0.5, rel=0.01)

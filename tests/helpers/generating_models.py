@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from model_list import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from placer import DataFlow
 
@@ -105,6 +105,17 @@ def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = MAKERS[name]().to(dtype).eval()
     return model, copy.deepcopy(model)
+
+
+def greedy(new: int) -> dict[str, Any]:
+    """Return the options of ``generate`` for exactly ``new`` greedy tokens."""
+    return {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+
+def token_ids(seed: int, rows: int = 2, columns: int = 7) -> Tensor:
+    """Return prompts of random tokens, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 55, (rows, columns), generator=generator)
 
 
 def split(model: nn.Module, count: int = 2, **options: Any) -> DataFlow:

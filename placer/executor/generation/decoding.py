@@ -12,7 +12,7 @@ cache's capacity, and the state of the model. What cannot be recorded runs throu
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from placer import devices
 from placer.capture import autocast
 from placer.capture.pytrees import Structure, flatten
 from placer.executor.checks.tolerances import Closeness, shown
+from placer.executor.engine.compiled_segments import Backend, error_line
+from placer.executor.generation.compiled_pieces import Compilation, compilation
 from placer.executor.generation.findings import Findings
 from placer.executor.generation.model_state import CannotRecordError, ModelState
 from placer.executor.generation.operation_trace import OperationTrace, Trace
@@ -51,6 +53,8 @@ _LONGEST_WAIT = 1 << 12
 
 _NOISE = "another generation was busy between its passes for as long as a recording may wait"
 
+_COMPILED_DIFFERS = "the compiled pass gives another result than the model"
+
 _UNSTEADY = "attributes of the model change in every pass"
 
 
@@ -74,6 +78,7 @@ class _Call:
         view: its layers.
         capacity: of its static copy, in tokens.
         signature: of its static copy.
+        backend: of ``torch.compile``, for the recorded pass; None for none.
     """
 
     args: tuple[Any, ...]
@@ -83,6 +88,7 @@ class _Call:
     view: CacheView
     capacity: int
     signature: Hashable
+    backend: Backend | None = None
 
 
 @dataclass
@@ -106,6 +112,27 @@ class _Recording:
     replay: TraceReplay | None = None
     result: Structure | None = None
     outcome: list[int] = field(default_factory=list)
+
+
+class _Kept:
+    """The contents of tensors before a pass that changes them.
+
+    Args:
+        tensors: on any devices.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._kept = [(one, one.clone(), devices.location(one)) for one in tensors]
+
+    def restore(self, place: torch.device | None = None) -> None:
+        """Give the tensors their contents again.
+
+        Args:
+            place: the device whose tensors are meant; None for all.
+        """
+        for tensor, was, where in self._kept:
+            if place is None or devices.same(where, place):
+                tensor.copy_(was)
 
 
 class Decoding:
@@ -197,6 +224,7 @@ class Decoding:
         kwargs: dict[str, Any],
         target: torch.device,
         through_hooks: Callable[[], Any],
+        backend: Backend | None = None,
     ) -> tuple[Any] | None:
         """Run a call of the model inside ``flow.applied()`` that decodes one token per sequence.
 
@@ -205,6 +233,7 @@ class Decoding:
             kwargs: keyword arguments.
             target: the device of the results.
             through_hooks: runs the call without this class.
+            backend: of ``torch.compile``, for the recorded pass; None for none.
 
         Returns:
             The model's result, in a tuple; None if the call does something else, or cannot be
@@ -218,7 +247,10 @@ class Decoding:
         try:
             self._refuse_modes()
             call = self._read(args, kwargs, name, cache)
-            result = None if call is None else (self._run(call, target, through_hooks),)
+            if call is None:
+                return None
+            call.backend = backend
+            result = (self._run(call, target, through_hooks),)
         except (CannotRecordError, UnsupportedCacheError, _WaitingError) as error:
             self._findings.note(hooked=1, why=str(error))
             return None
@@ -249,7 +281,7 @@ class Decoding:
             autocast.current_dtypes(),
             torch.is_inference_mode_enabled(),
         )
-        key = general, call.signature, tuple(map(_kind, leaves)), target
+        key = general, call.signature, tuple(map(_kind, leaves)), target, call.backend
         recording = self._recordings.get(key)
         if recording is not None and recording.replay is not None:
             self._recordings.move_to_end(key)
@@ -409,9 +441,7 @@ class Decoding:
         # The replay after it writes equal keys and values to the same place; other state, such as
         # the number of tokens, must be what it was.
         contents = {id(tensor) for tensor in recording.copy.tensors}
-        kept = [
-            (tensor, tensor.clone()) for tensor in before.changed() if id(tensor) not in contents
-        ]
+        kept = _Kept(one for one in before.changed() if id(one) not in contents)
         trace, result = self._traced(recording, call)
         found = self._returned(recording, call, leaves, target, result)
         if not self._findings.state.holds():
@@ -422,13 +452,13 @@ class Decoding:
         if difference := before.difference(trace):
             raise CannotRecordError(difference)
         recording.trace = None
-        replay = TraceReplay(trace, [one for one in recording.outcome if one >= 0])
+        results = [one for one in recording.outcome if one >= 0]
+        replay = TraceReplay(trace, results)
         try:
             replay.record(self._streams)
         except devices.NotRecordable as error:
             raise CannotRecordError(str(error)) from error
-        for tensor, was in kept:
-            tensor.copy_(was)
+        kept.restore()
         replay.run()
         again = self._collected(recording, replay, call, leaves, target)
         if why := _difference(
@@ -436,10 +466,55 @@ class Decoding:
         ):
             raise CannotRecordError(why)
         recording.replay = replay
+        if call.backend is not None:
+            made = compilation(trace, results, replay, call.backend, kept.restore)
+            self._exchange(
+                recording,
+                made,
+                kept.restore,
+                lambda used: _difference(
+                    self._collected(recording, used, call, leaves, target), found, _COMPILED_DIFFERS
+                ),
+            )
         recording.copy.follow(call.view)
         self._attempts = 0
         self._note_recording(recording, hooked=1)
         return found
+
+    def _exchange(
+        self,
+        recording: _Recording,
+        made: Compilation,
+        restore: Callable[[], None],
+        difference: Callable[[TraceReplay], str],
+    ) -> None:
+        """Let a recording run its compiled pass, if that gives the model's result.
+
+        Args:
+            recording: with a replay that is not compiled.
+            made: the compiled pass.
+            restore: see ``compilation``.
+            difference: says how the result of a pass that has run differs from the model's.
+        """
+        assert recording.replay is not None
+        if made.replay is not None:
+            try:
+                made.replay.record(self._streams)
+                restore()
+                made.replay.run()
+                why = difference(made.replay)
+            except Exception as error:  # such as a lack of memory: it runs without a compiler
+                why = error_line(error)
+            if why:
+                made.gains.clear()
+                made.obstacles.append(why)
+            else:
+                recording.replay = made.replay
+        if not made.gains:
+            # trials have changed the cache
+            restore()
+            recording.replay.run()
+        self._findings.note(compiled=tuple(made.gains), not_compiled_because=tuple(made.obstacles))
 
     def _replayed(
         self, recording: _Recording, call: _Call, leaves: Sequence[Any], target: torch.device

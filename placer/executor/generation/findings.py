@@ -20,6 +20,8 @@ class GenerationReport:
         hooked: such calls that ran through hooks, among them two before each recording.
         stages: devices of the pieces of the latest recorded pass, in order.
         capacity: tokens that the latest static cache has room for; 0 without one.
+        compiled: by piece of the latest pass that was compiled, its device and what it gained.
+        not_compiled_because: by piece that is not, though it was asked for, its device and why.
         not_recorded_because: why the latest such call could not be recorded; empty if it was, or
             will be when its kind comes again.
     """
@@ -28,6 +30,8 @@ class GenerationReport:
     hooked: int = 0
     stages: tuple[str, ...] = ()
     capacity: int = 0
+    compiled: tuple[str, ...] = ()
+    not_compiled_because: tuple[str, ...] = ()
     not_recorded_because: str = ""
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -25,9 +26,11 @@ from torch import Tensor
 from placer import devices
 from placer.capture import autocast
 from placer.errors import InputError, kind_of
+from placer.executor.engine.compiled_segments import Backend, backend_of
 from placer.executor.generation.generations import CancelledError, Generations, result_tensors
 from placer.executor.placed_model import PlacedModel
 from placer.executor.stage_errors import nothing_held
+from placer.utils.option_checks import require_count
 
 Applied = Callable[..., AbstractContextManager[Any]]
 """``PlacedCalls.applied``."""
@@ -42,6 +45,7 @@ def generate_many(
     applied: Applied,
     prompts: Iterable[Any],
     in_flight: int | None,
+    compile: bool | Backend,
     options: Mapping[str, Any],
 ) -> Generator[Any, None, None]:
     """Return the results of ``generate`` for each prompt; see ``DataFlow.generate_many``.
@@ -52,6 +56,7 @@ def generate_many(
         applied: opens ``flow.applied()`` in a thread.
         prompts: an iterable of tensors or mappings.
         in_flight: most generations at the same time; None for the number of devices with weights.
+        compile: whether to compile recorded passes; False as around the block.
         options: keyword arguments of ``generate``, for all prompts.
 
     Raises:
@@ -75,17 +80,15 @@ def generate_many(
         assignment = placed.assignment
         names = (name for name, _ in placed.module.named_parameters())
         in_flight = max(1, len({assignment.place_of(name) for name in names}))
-    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
-        raise InputError(
-            f"in_flight={in_flight!r}: give a whole number of prompts, 1 or more, or None"
-        )
+    require_count("in_flight", in_flight, "prompts")
     for name in _ONE_TEXT_EACH:
         if options.get(name) is not None:
             raise InputError(
                 f"{name} cannot be shared by several prompts; give each prompt its own: "
                 f'{{"input_ids": ids, "{name}": ...}}'
             )
-    many = _ManyGenerations(placed, generations, applied, iter(prompts), in_flight, options)
+    opened = partial(applied, backend=backend_of(compile))
+    many = _ManyGenerations(placed, generations, opened, iter(prompts), in_flight, options)
     return many.results()
 
 

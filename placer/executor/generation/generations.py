@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
+from placer.executor.engine.compiled_segments import Backend
 from placer.executor.generation.decoding import Decoding, new_tokens
 from placer.executor.generation.findings import Findings, GenerationReport
 from placer.executor.generation.static_cache import cache_of, cache_tensors
@@ -168,6 +169,7 @@ class Generations:
         kwargs: dict[str, Any],
         target: torch.device,
         through_hooks: Callable[[], Any],
+        backend: Backend | None = None,
     ) -> tuple[Any] | None:
         """Run a call of the model inside ``flow.applied()``, in this thread's turn.
 
@@ -182,7 +184,7 @@ class Generations:
         if new_tokens(args, kwargs) != 1:
             self._make_room(slot)
             return None
-        result = slot.decoding.run(args, kwargs, target, through_hooks)
+        result = slot.decoding.run(args, kwargs, target, through_hooks, backend)
         if self._version != self._findings.version:
             # recordings of slots that no thread uses would keep their memory
             self._version = self._findings.version

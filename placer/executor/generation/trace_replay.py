@@ -32,6 +32,7 @@ class Piece:
         level: the number of devices' borders before it; pieces run in the order of their levels.
         arrivals: copies from other devices that it starts with.
         operations: what it runs then.
+        work: runs the operations otherwise, with the values by number; None to run them one by one.
         replay: runs the operations; a recording's replay on a GPU.
         resting: copies the weights that rest on the host; None if the piece reads none.
         next: the next piece on the device that reads such weights; None without one.
@@ -41,6 +42,7 @@ class Piece:
     level: int
     arrivals: list[Operation] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
+    work: Callable[[dict[int, Tensor]], None] | None = None
     replay: Callable[[], None] | None = None
     resting: RestingReplay | None = None
     next: Piece | None = None
@@ -60,8 +62,9 @@ class TraceReplay:
     def __init__(self, trace: Trace, results: Collection[int]) -> None:
         self.pieces = _pieces(trace)
         self._values: dict[int, Tensor] = {**trace.constants, **trace.externals, **trace.arrived}
+        self._external = frozenset(self._values)
         self._first = _with_resting(self.pieces)
-        self._last_reads = _last_reads(self.pieces, set(self._values) | set(results))
+        self._last_reads = _last_reads(self.pieces, self._external | set(results))
 
     def record(self, streams: devices.SideStreams | None = None) -> None:
         """Turn the pieces on GPUs into CUDA graphs, without running them.
@@ -115,9 +118,33 @@ class TraceReplay:
             target, source = arrival.reads[:2]
         devices.fill(self._values[target], self._values[source])
 
-    def run_piece(self, piece: Piece) -> None:
-        """Run the operations of a piece one by one."""
-        values, last_reads = self._values, self._last_reads
+    def values(self) -> dict[int, Tensor]:
+        """Return the values by number that are needed outside of a piece."""
+        return dict(self._values)
+
+    def left_by(self, piece: Piece) -> list[int]:
+        """Return the numbers of the values that a piece makes for others."""
+        dropped = {
+            number for one in piece.operations for number in self._last_reads.get(id(one), ())
+        }
+        made = (number for one in piece.operations for number in one.makes)
+        return [
+            number
+            for number in dict.fromkeys(made)
+            if number not in dropped and number not in self._external
+        ]
+
+    def run_piece(self, piece: Piece, values: dict[int, Tensor]) -> None:
+        """Run a piece.
+
+        Args:
+            piece: of this pass.
+            values: by number; what the piece leaves for others is added.
+        """
+        if piece.work is not None:
+            piece.work(values)
+            return
+        last_reads = self._last_reads
         if piece.resting is not None:
             piece.resting.restart()
         for operation in piece.operations:
@@ -150,7 +177,7 @@ def _with_resting(pieces: Iterable[Piece]) -> list[RestingReplay]:
 
 
 def _run_later(replay: TraceReplay, piece: Piece) -> Callable[[], None]:
-    return lambda: replay.run_piece(piece)
+    return lambda: replay.run_piece(piece, replay._values)
 
 
 class _Levels:

@@ -43,6 +43,21 @@ def test_json_has_the_text_the_speed_and_the_placement(run: Run, llama: Path) ->
     assert set(found["layer_devices"].values()) <= {"cpu:0", "cpu:1"}
 
 
+def test_objective_generation_takes_the_lengths_of_the_texts(run: Run, llama: Path) -> None:
+    words = ("run", llama, "--prompt", "w1 w2", "--objective", "generation")
+    places = ("--devices", "cpu:0,cpu:1", "--prompt-tokens", "12", "--new-tokens", "8")
+    answer = run(*words, *places)
+    assert answer.code == 0, answer.err
+    # 20 tokens in all, two of them in the prompt
+    assert "18 tokens, the first after" in answer.err
+    bare = run(*words)
+    assert (bare.code, bare.err.splitlines()[-1]) == (
+        2,
+        "error: --prompt-tokens and --new-tokens are missing; give them with --objective"
+        " generation",
+    )
+
+
 def test_chat_puts_the_prompt_into_the_template(run: Run, llama: Path) -> None:
     length = ("--max-new-tokens", "8", *ON_TWO)
     chat = run("run", llama, "--chat", "--prompt", "w2 w3", *length)

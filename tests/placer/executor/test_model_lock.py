@@ -68,6 +68,52 @@ def test_a_thread_in_a_block_takes_its_turn_while_others_are_in_theirs(
     assert not lock.is_in_block
 
 
+class _Interrupted:
+    """A method that raises a KeyboardInterrupt at its first call.
+
+    Args:
+        method: what it does at later calls.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method, self._is_first = method, True
+
+    def __call__(self, *args: Any) -> Any:
+        if self._is_first:
+            self._is_first = False
+            raise KeyboardInterrupt
+        return self._method(*args)
+
+
+class _Mutex:
+    """A lock during whose wait an interrupt comes."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self._enter = lock, _Interrupted(lock.__enter__)
+
+    def __enter__(self) -> Any:
+        return self._enter()
+
+    def __exit__(self, *error: Any) -> None:
+        self._lock.__exit__(*error)
+
+
+@pytest.mark.parametrize("moment", ["it waits for the mutex", "it notifies the others"])
+def test_an_interrupt_while_a_turn_ends_frees_the_lock(
+    lock: ModelLock, start: Any, moment: str
+) -> None:
+    with pytest.raises(KeyboardInterrupt), lock:
+        waiting = start(_turn, lock)
+        with pytest.raises(TimeoutError):
+            waiting.result(SOON_S)
+        if moment == "it waits for the mutex":
+            lock._mutex = _Mutex(lock._mutex)  # type: ignore[assignment]
+        else:
+            lock._changed.notify_all = _Interrupted(lock._changed.notify_all)  # type: ignore[method-assign]
+    assert waiting.result(LATE_S) == "turn"
+    assert start(_turn, lock).result(LATE_S) == "turn"
+
+
 def test_a_block_of_another_flow_waits(lock: ModelLock, start: Any) -> None:
     with lock.block("flow"):
         other = _Block(lock, start, "another flow")

@@ -135,6 +135,85 @@ def test_memory_limits_spread_the_model_over_both_devices(llama: Path) -> None:
     assert all(device.memory.total_bytes < whole for device in llm.placement.devices)
 
 
+TEXT = placer.GenerationOptions(prompt_tokens=20, new_tokens=12)
+GENERATED: dict[str, Any] = {"context": None, "objective": "generation", "generation": TEXT}
+CAPACITY = 64
+"""Tokens that a static cache has room for, at least."""
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_objective_generation_runs_from_a_checkpoint_to_streamed_text(llama: Path) -> None:
+    llm = placed(llama, **GENERATED, constraints=SPLIT)
+    assert len(set(llm.placement.layer_devices.values())) == 2
+    assert llm.placement.generation.model_dump(include=set(TEXT.model_dump())) == TEXT.model_dump()
+    ids = torch.randint(3, 50, (1, 20))
+    assert llm.generate(ids, **GREEDY).tolist() == unsplit("llama", llama, ids)
+    stream = llm.stream_text("w1 w2 w3")
+    assert "".join(stream) and stream.tokens == llm.context - 3 == 29
+
+
+def test_objective_generation_takes_both_passes_from_the_cache(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    placed(llama, **GENERATED)
+    with caplog.at_level(logging.INFO, "placer.profiler"):
+        placed(llama, **GENERATED)
+    taken = r" 0 layers were measured, [1-9]\d* taken from the cache$"
+    assert len(re.findall(taken, caplog.text, re.M)) == 2
+
+
+def test_objective_generation_has_memory_for_the_cache_of_every_sequence(llama: Path) -> None:
+    text = TEXT.model_copy(update={"sequences_in_flight": 3})
+    memory = [
+        device.memory
+        for device in placed(
+            llama, **{**GENERATED, "generation": text}, batch_size=2
+        ).placement.devices
+    ]
+    cached = sum(device.cache_bytes for device in memory)
+    assert cached == 3 * 2 * CAPACITY * cache_bytes_per_token(llama)
+    # rotary frequencies are other buffers
+    assert sum(device.buffer_bytes for device in memory) < cached
+    assert all(device.total_bytes > device.cache_bytes for device in memory if device.cache_bytes)
+
+
+def test_objective_generation_names_the_memory_that_is_missing(llama: Path) -> None:
+    text = placer.GenerationOptions(prompt_tokens=20, new_tokens=200, sequences_in_flight=2)
+    options = {**GENERATED, "generation": text, "devices": 1}
+    whole = placed(llama, **options).placement.devices[0].memory
+    with pytest.raises(InfeasibleError) as caught:
+        placed(llama, **options, memory_bytes=whole.total_bytes - whole.cache_bytes // 2)
+    message = str(caught.value)
+    assert message.startswith(
+        "LlamaForCausalLM with texts of 220 tokens, 2 at the same time, does not fit on one "
+    )
+    # 256 tokens of capacity had room before, and half of them have room now; within a fiftieth
+    shorter = message.partition("would fit: texts of ")[2]
+    assert shorter.startswith(("127 tokens instead of 220", "128 tokens instead of 220"))
+
+
+def test_objective_generation_measures_prompts_of_any_length(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "DEFAULT_TOKENS", 16)
+    llm = placed(llama, **GENERATED)
+    lengths = []
+    llm.model.model.embed_tokens.register_forward_pre_hook(
+        lambda _, given: lengths.append(given[0].shape[1])
+    )
+    llm.generate(torch.randint(3, 50, (1, 20)), max_new_tokens=2)
+    llm.generate(torch.randint(3, 50, (1, 27)), max_new_tokens=2)
+    assert [length for length in lengths if length > 1] == [20, 20, 7]
+
+
+def test_compiled_decoding_generates_the_unsplit_models_tokens(llama: Path) -> None:
+    llm = placed(llama, compile="aot_eager")
+    ids = torch.randint(3, 50, (1, 7))
+    assert llm.generate(ids, **GREEDY).tolist() == unsplit("llama", llama, ids)
+    report = llm.flow.generation_report
+    assert len(report.compiled) + len(report.not_compiled_because) == 1
+
+
 def test_weights_are_converted_to_the_dtype_that_was_asked_for(llama: Path) -> None:
     llm = placed(llama, dtype="bfloat16")
     assert {one.dtype for one in llm.model.parameters()} == {torch.bfloat16}
@@ -192,14 +271,20 @@ def changed(llama: Path, folder: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": -1}, "context is -1; give a whole number from 1"),
-        ({"context": True}, "context is True"),
+        ({"context": -1}, "context=-1: give a whole number of tokens, 1 or more"),
+        ({"context": True}, "context=True: give"),
         ({"context": 257}, "context is 257, but LlamaForCausalLM reads at most 256 tokens"),
-        ({"batch_size": 0}, "batch_size is 0; give a whole number from 1"),
+        ({"batch_size": 0}, "batch_size=0: give a whole number of texts, 1 or more"),
         ({"dtype": "int7"}, "dtype is 'int7'; give float32"),
         ({"devices": []}, "devices is an empty list"),
         ({"memory_bytes": -5}, "memory_bytes of cpu:0 is -5"),
-        ({"objective": "generation"}, "objective is 'generation', which from_pretrained does not"),
+        ({"objective": "generation"}, "objective is 'generation', but the lengths of the texts"),
+        ({**GENERATED, "context": 64}, "generation has the length of the texts; leave context out"),
+        (
+            {**GENERATED, "generation": TEXT.model_copy(update={"new_tokens": 237})},
+            r"prompt_tokens \+ new_tokens is 257, but LlamaForCausalLM reads at most 256",
+        ),
+        ({"compile": "fast"}, "compile='fast' is not a backend of torch.compile"),
         ({"training": True}, "training is True, but from_pretrained places inference"),
         ({"contxt": 5}, "from_pretrained has no argument 'contxt'"),
     ],
@@ -227,8 +312,6 @@ def test_a_path_without_a_checkpoint_is_refused(llama: Path, tmp_path: Path) -> 
 def test_an_architecture_that_cannot_be_made_is_named_with_the_way_around(
     llama: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=r"quantised weights.*placer\.load\(model, placement"):
-        placed(changed(llama, tmp_path / "quantised", quantization_config={"quant_method": "gptq"}))
     with pytest.raises(InputError, match=r"cannot read.*config\.json"):
         placed(changed(llama, tmp_path / "unknown", model_type="unheard-of"))
     library = transformers()

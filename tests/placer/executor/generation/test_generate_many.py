@@ -8,32 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from generating_models import pair, split
+from generating_models import greedy, pair, split, token_ids
 from torch import Tensor, nn
 
 from placer import DataFlow
 from placer.errors import InputError
-from placer.testing import logical_devices
 
 PASSES = 4
-OPTIONS = {
-    "max_new_tokens": PASSES + 1,
-    "min_new_tokens": PASSES + 1,
-    "do_sample": False,
-    "pad_token_id": 0,
-}
+OPTIONS = greedy(PASSES + 1)
 LATE_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def two_devices() -> Iterator[None]:
-    with logical_devices(2):
-        yield
-
-
-def _ids(seed: int, rows: int = 2, columns: int = 7) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 55, (rows, columns), generator=generator)
+pytestmark = pytest.mark.usefixtures("two_stand_ins")
 
 
 def _flow() -> tuple[DataFlow, Any]:
@@ -63,7 +47,7 @@ class _Streamer:
 )
 def test_results_are_those_of_single_generations_in_order(in_flight: int | None) -> None:
     flow, reference = _flow()
-    prompts = [_ids(seed, rows=1 + seed % 2) for seed in range(4)]
+    prompts = [token_ids(seed, rows=1 + seed % 2) for seed in range(4)]
     found = [ids.tolist() for ids in flow.generate_many(prompts, in_flight=in_flight, **OPTIONS)]
     assert found == [reference.generate(ids, **OPTIONS).tolist() for ids in prompts]
     report = flow.generation_report
@@ -76,8 +60,8 @@ def test_a_prompt_may_be_a_dict_whose_arguments_come_first() -> None:
     mask = torch.ones(2, 7, dtype=torch.int64)
     mask[0, :3] = 0
     prompts = [
-        {"input_ids": _ids(1) * mask, "attention_mask": mask},
-        {"input_ids": _ids(2), "max_new_tokens": 2, "min_new_tokens": 2},
+        {"input_ids": token_ids(1) * mask, "attention_mask": mask},
+        {"input_ids": token_ids(2), "max_new_tokens": 2, "min_new_tokens": 2},
     ]
     found = [ids.tolist() for ids in flow.generate_many(prompts, **OPTIONS)]
     assert found == [
@@ -99,7 +83,10 @@ def test_as_many_generations_as_asked_are_in_flight_at_the_same_time() -> None:
             both.wait(LATE_S)
 
     prompts = [
-        {"input_ids": _ids(number, 1), "streamer": _Streamer(lambda number=number: wait(number))}
+        {
+            "input_ids": token_ids(number, 1),
+            "streamer": _Streamer(lambda number=number: wait(number)),
+        }
         for number in range(2)
     ]
     assert len([*flow.generate_many(prompts, **OPTIONS)]) == 2
@@ -114,7 +101,7 @@ def test_no_more_prompts_are_taken_than_may_be_in_flight() -> None:
         for number in range(4):
             taken.append(number)
             yield {
-                "input_ids": _ids(number, 1),
+                "input_ids": token_ids(number, 1),
                 "streamer": _Streamer(lambda: go_on.wait(LATE_S)),
             }
 
@@ -133,8 +120,10 @@ def test_no_more_prompts_are_taken_than_may_be_in_flight() -> None:
 
 def test_an_error_comes_in_the_position_of_its_prompt() -> None:
     flow, reference = _flow()
-    results = flow.generate_many([_ids(1), _ids(2).float(), _ids(3)], in_flight=3, **OPTIONS)
-    assert next(results).tolist() == reference.generate(_ids(1), **OPTIONS).tolist()
+    results = flow.generate_many(
+        [token_ids(1), token_ids(2).float(), token_ids(3)], in_flight=3, **OPTIONS
+    )
+    assert next(results).tolist() == reference.generate(token_ids(1), **OPTIONS).tolist()
     with pytest.raises(RuntimeError) as caught:
         next(results)
     assert "in prompt 1" in caught.value.__notes__
@@ -145,7 +134,7 @@ def test_an_error_of_the_source_comes_after_the_results_before_it() -> None:
     flow, _ = _flow()
 
     def source() -> Iterator[Tensor]:
-        yield _ids(1)
+        yield token_ids(1)
         raise OSError("no more")
 
     results = flow.generate_many(source(), **OPTIONS)
@@ -157,7 +146,7 @@ def test_an_error_of_the_source_comes_after_the_results_before_it() -> None:
 
 def test_a_prompt_of_another_type_is_an_error() -> None:
     flow, _ = _flow()
-    results = flow.generate_many([_ids(1), "a text"], **OPTIONS)
+    results = flow.generate_many([token_ids(1), "a text"], **OPTIONS)
     next(results)
     with pytest.raises(InputError, match="give a tensor of token ids, or a dict") as caught:
         next(results)
@@ -173,7 +162,7 @@ def test_closing_it_cancels_what_runs_and_frees_the_static_caches() -> None:
 
     prompts = [
         {
-            "input_ids": _ids(number, 1),
+            "input_ids": token_ids(number, 1),
             "streamer": _Streamer(lambda number=number: count(number)),
             # without the close, the later texts would take minutes
             **({"max_new_tokens": 200, "min_new_tokens": 200} if number else {}),
@@ -189,8 +178,8 @@ def test_closing_it_cancels_what_runs_and_frees_the_static_caches() -> None:
     flow.update_flow()
     with flow.applied() as model:
         run: Any = model.generate
-        found = run(_ids(5), **OPTIONS)
-    assert found.tolist() == reference.generate(_ids(5), **OPTIONS).tolist()
+        found = run(token_ids(5), **OPTIONS)
+    assert found.tolist() == reference.generate(token_ids(5), **OPTIONS).tolist()
 
 
 def test_it_may_be_used_inside_applied_while_another_thread_waits_to_move_layers() -> None:
@@ -200,19 +189,21 @@ def test_it_may_be_used_inside_applied_while_another_thread_waits_to_move_layers
         moving.start()
         while not flow.lock._queue:
             pass
-        found = [ids.tolist() for ids in flow.generate_many([_ids(1), _ids(2)], **OPTIONS)]
+        found = [
+            ids.tolist() for ids in flow.generate_many([token_ids(1), token_ids(2)], **OPTIONS)
+        ]
     moving.join(LATE_S)
     assert not moving.is_alive()
-    assert found == [reference.generate(_ids(seed), **OPTIONS).tolist() for seed in (1, 2)]
+    assert found == [reference.generate(token_ids(seed), **OPTIONS).tolist() for seed in (1, 2)]
 
 
 @pytest.mark.exhaustive
 def test_a_returned_cache_is_not_overwritten_by_the_next_text() -> None:
     flow, reference = _flow()
     options = {**OPTIONS, "return_dict_in_generate": True}
-    found = [*flow.generate_many([_ids(seed) for seed in range(3)], in_flight=1, **options)]
+    found = [*flow.generate_many([token_ids(seed) for seed in range(3)], in_flight=1, **options)]
     for seed, result in enumerate(found):
-        expected = reference.generate(_ids(seed), **options)
+        expected = reference.generate(token_ids(seed), **options)
         for layer, other in zip(
             result.past_key_values.layers, expected.past_key_values.layers, strict=True
         ):
@@ -223,7 +214,7 @@ def test_a_returned_cache_is_not_overwritten_by_the_next_text() -> None:
 def test_autocast_of_the_caller_holds() -> None:
     flow, _ = _flow()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        [*flow.generate_many([_ids(1)], **OPTIONS)]
+        [*flow.generate_many([token_ids(1)], **OPTIONS)]
     assert "autocast" in flow.generation_report.not_recorded_because
 
 
@@ -231,10 +222,10 @@ def test_autocast_of_the_caller_holds() -> None:
 def test_in_flight_is_a_count(in_flight: Any) -> None:
     flow, _ = _flow()
     with pytest.raises(InputError, match=r"in_flight=.*1 or more"):
-        flow.generate_many([_ids(1)], in_flight=in_flight)
+        flow.generate_many([token_ids(1)], in_flight=in_flight)
 
 
-@pytest.mark.parametrize("prompts", [_ids(1), {"input_ids": _ids(1)}, "a text", 3])
+@pytest.mark.parametrize("prompts", [token_ids(1), {"input_ids": token_ids(1)}, "a text", 3])
 def test_prompts_are_several(prompts: Any) -> None:
     flow, _ = _flow()
     with pytest.raises(InputError, match="give an iterable of prompts"):
@@ -245,14 +236,14 @@ def test_prompts_are_several(prompts: Any) -> None:
 def test_what_belongs_to_one_text_is_given_with_its_prompt(name: str) -> None:
     flow, _ = _flow()
     with pytest.raises(InputError, match=f"{name} cannot be shared"):
-        flow.generate_many([_ids(1)], **{name: object()})
+        flow.generate_many([token_ids(1)], **{name: object()})
 
 
 def test_it_needs_a_placed_flow_of_a_model_that_generates() -> None:
     model, _ = pair("llama")
     with pytest.raises(InputError, match=r"call flow\.update_flow\(\) first"):
-        DataFlow(model).generate_many([_ids(1)])
+        DataFlow(model).generate_many([token_ids(1)])
     flow = DataFlow(nn.Sequential(nn.Linear(2, 2)))
     flow.update_flow()
     with pytest.raises(InputError, match="Sequential has no method generate"):
-        flow.generate_many([_ids(1)])
+        flow.generate_many([token_ids(1)])

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from generating_models import pair, split
+from generating_models import greedy, pair, split, token_ids
 from torch import Tensor
 
 from placer import DataFlow
 from placer.executor.generation import generations
-from placer.testing import logical_devices
 
 PASSES = 5
-OPTIONS = {
-    "max_new_tokens": PASSES + 1,
-    "min_new_tokens": PASSES + 1,
-    "do_sample": False,
-    "pad_token_id": 0,
-}
+OPTIONS = greedy(PASSES + 1)
 LATE_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def two_devices() -> Iterator[None]:
-    with logical_devices(2):
-        yield
-
-
-def _ids(seed: int, rows: int = 2, columns: int = 7) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 55, (rows, columns), generator=generator)
+pytestmark = pytest.mark.usefixtures("two_stand_ins")
 
 
 class _Streamer:
@@ -66,7 +49,7 @@ class _Streamer:
 
 
 def _expected(reference: Any, seed: int, **options: Any) -> list[list[int]]:
-    found: list[list[int]] = reference.generate(_ids(seed), **{**OPTIONS, **options}).tolist()
+    found: list[list[int]] = reference.generate(token_ids(seed), **{**OPTIONS, **options}).tolist()
     return found
 
 
@@ -80,9 +63,9 @@ def test_the_second_streaming_user_gets_a_token_before_the_first_one_has_all(ent
     def generate(user: int) -> Any:
         given = {**OPTIONS, "streamer": streamers[user]}
         if not enters:
-            return model.generate(_ids(user, 1), **given)
+            return model.generate(token_ids(user, 1), **given)
         with flow.applied():
-            return model.generate(_ids(user, 1), **given)
+            return model.generate(token_ids(user, 1), **given)
 
     def both() -> list[Any]:
         with ThreadPoolExecutor(2) as pool:
@@ -95,7 +78,7 @@ def test_the_second_streaming_user_gets_a_token_before_the_first_one_has_all(ent
         with flow.applied():
             both()
     for user in (0, 1):
-        expected = reference.generate(_ids(user, 1), **OPTIONS)
+        expected = reference.generate(token_ids(user, 1), **OPTIONS)
         assert streamers[user].tokens == [*expected[0].tolist(), -1]
 
 
@@ -105,7 +88,7 @@ def test_texts_of_threads_are_those_of_the_unsplit_model_and_come_from_recording
 
     def generate(seed: int) -> Any:
         with flow.applied():
-            return model.generate(_ids(seed), **OPTIONS).tolist()
+            return model.generate(token_ids(seed), **OPTIONS).tolist()
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(generate, range(6)))
@@ -128,7 +111,7 @@ def test_threads_with_other_ways_to_generate(ways: dict[str, Any]) -> None:
 
     def generate(seed: int) -> Any:
         with flow.applied(record=record):
-            return model.generate(_ids(seed), **{**OPTIONS, **ways}).tolist()
+            return model.generate(token_ids(seed), **{**OPTIONS, **ways}).tolist()
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(generate, range(2)))
@@ -143,7 +126,7 @@ def test_loops_of_the_users_own_interleave() -> None:
     both = threading.Barrier(2)
 
     def text(run: Any, seed: int) -> list[int]:
-        tokens, given, cache = [], _ids(seed, 1), None
+        tokens, given, cache = [], token_ids(seed, 1), None
         with torch.no_grad():
             for _ in range(PASSES):
                 result = run(input_ids=given, past_key_values=cache, use_cache=True)
@@ -171,14 +154,14 @@ def test_a_thread_goes_on_with_the_cache_of_another_one() -> None:
         with flow.applied():
             return model.generate(ids, past_key_values=cache, **options)
 
-    first = turn(_ids(1), None)
-    expected = reference.generate(_ids(1), **options)
-    more = torch.cat([expected.sequences, _ids(2)], 1)
+    first = turn(token_ids(1), None)
+    expected = reference.generate(token_ids(1), **options)
+    more = torch.cat([expected.sequences, token_ids(2)], 1)
     wanted = reference.generate(more, past_key_values=expected.past_key_values, **options)
     with ThreadPoolExecutor(1) as pool, flow.applied():
         # meanwhile this thread's text overwrites the static memory that the cache had views of
         second = pool.submit(turn, more, first.past_key_values)
-        model.generate(_ids(3), **OPTIONS)
+        model.generate(token_ids(3), **OPTIONS)
         assert second.result(LATE_S).sequences.tolist() == wanted.sequences.tolist()
 
 
@@ -191,7 +174,7 @@ def test_a_model_that_changes_is_recorded_again_in_every_slot() -> None:
     def generate(seed: int) -> Any:
         with flow.applied():
             seeds.wait(LATE_S)
-            return model.generate(_ids(seed), **OPTIONS).tolist()
+            return model.generate(token_ids(seed), **OPTIONS).tolist()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(generate, (1, 2)))
@@ -207,7 +190,7 @@ def test_more_generations_than_slots_go_through_hooks(monkeypatch: pytest.Monkey
     model, reference = pair("llama")
     flow = split(model)
     with ThreadPoolExecutor(1) as pool, flow.applied():
-        found = pool.submit(lambda: model.generate(_ids(1), **OPTIONS).tolist()).result(LATE_S)
+        found = pool.submit(lambda: model.generate(token_ids(1), **OPTIONS).tolist()).result(LATE_S)
     assert found == _expected(reference, 1)
     assert "generations run at once" in flow.generation_report.not_recorded_because
 
@@ -221,7 +204,7 @@ def test_a_thread_that_leaves_last_restores_the_model() -> None:
         with flow.applied():
             inside.set()
             assert leave.wait(LATE_S)
-            model.generate(_ids(1), **OPTIONS)
+            model.generate(token_ids(1), **OPTIONS)
 
     with ThreadPoolExecutor(1) as pool:
         with flow.applied():
@@ -243,7 +226,7 @@ def test_layers_move_once_all_threads_have_left() -> None:
         with flow.applied():
             inside.set()
             assert leave.wait(LATE_S)
-            return model.generate(_ids(1), **OPTIONS).tolist()
+            return model.generate(token_ids(1), **OPTIONS).tolist()
 
     def move(flow: DataFlow) -> None:
         flow.layer_gpus.update({name: 1 - int(at) for name, at in flow.layer_gpus.items()})
@@ -259,5 +242,5 @@ def test_layers_move_once_all_threads_have_left() -> None:
         assert other.result(LATE_S) == _expected(reference, 1)
         moving.result(LATE_S)
     with flow.applied():
-        assert model.generate(_ids(1), **OPTIONS).tolist() == _expected(reference, 1)
+        assert model.generate(token_ids(1), **OPTIONS).tolist() == _expected(reference, 1)
     assert flow.generation_report.stages == ("cpu:1", "cpu:0")

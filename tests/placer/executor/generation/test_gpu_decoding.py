@@ -10,6 +10,7 @@ from generating_models import pair, split
 from torch import Tensor, nn
 
 from placer import DataFlow
+from placer.executor.generation import compiled_pieces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
@@ -64,6 +65,23 @@ def test_logits_are_those_of_one_gpu_up_to_rounding(dtype: torch.dtype) -> None:
     same = (found.sequences == expected.sequences).all(0).long().cumprod(0).sum() - 7
     for one, other in list(zip(found.logits, expected.logits, strict=True))[: int(same)]:
         assert (one - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_passes_give_the_tokens_of_one_gpu(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_pieces, "gains", lambda *times: True)
+    model, reference, flow = _placed("llama")
+    # plain passes before and after the compiled ones
+    for seed, compile in ((1, False), (1, backend), (2, backend), (2, False)):
+        with flow.applied(compile=compile):
+            found = model.generate(_ids(seed), **OPTIONS)
+        assert found.tolist() == reference.generate(_ids(seed), **OPTIONS).tolist()
+        report = flow.generation_report
+        assert report.not_recorded_because == "" and report.not_compiled_because == ()
+        assert (len(report.compiled) >= COUNT) == (compile is not False or seed == 2)
+    assert (report.recorded, report.hooked) == (40, 4)
 
 
 def test_a_text_is_recorded_again_when_it_outgrows_its_cache() -> None:
