@@ -46,11 +46,8 @@ def test_a_checkpoint_on_gpus_generates_and_streams_the_tokens_of_one_gpu(
     reference = kind.from_pretrained(folder, dtype=torch.float64).eval().cuda(0)
     ids = llm.tokenizer("w1 w2 w3 w4", return_tensors="pt")["input_ids"]
     expected = reference.generate(ids.cuda(0), **GREEDY).cpu()
-    with torch.no_grad():
-        found = llm.flow(ids).logits.float().cpu()
-    # half precision, and weights of four bits that are the same
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-2)
-    assert llm.generate(ids, **GREEDY).shape == (1, 20)
+    for _ in range(2):
+        assert llm.generate(ids, **GREEDY).tolist() == expected.tolist()
     text = "".join(llm.stream_text("w1 w2 w3 w4", **GREEDY))
     assert text == llm.tokenizer.decode(expected[0, 4:], skip_special_tokens=True)
     report = llm.flow.generation_report
@@ -106,5 +103,8 @@ def test_four_bit_weights_give_the_logits_of_one_gpu(tmp_path: Path) -> None:
         context=64,
         constraints=placer.Constraints(min_devices=COUNT),
     )
-    for _ in range(2):
-        assert llm.generate(ids, **GREEDY).tolist() == expected.tolist()
+    with torch.no_grad():
+        found = llm.flow(ids).logits.float().cpu()
+    # half precision, and weights of four bits that are the same
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-2)
+    assert llm.generate(ids, **GREEDY).shape == (1, 20)
