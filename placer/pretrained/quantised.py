@@ -9,6 +9,7 @@ Source: ``transformers.quantizers`` (read for transformers 5.23).
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from placer.errors import InputError, MissingExtraError
 from placer.estimator.checkpoints import transformers_library
 
 _METHODS = ("bitsandbytes", "torchao")
-"""The methods whose layers compute with the weights as ``placer.load`` reads them. Others change
-them after loading."""
+"""The methods, by the names of their packages, whose layers compute with the weights as
+``placer.load`` reads them. Others change them after loading."""
 
 
 def taken_quantizer(config: Any, otherwise: str) -> Any:
@@ -48,6 +49,11 @@ def taken_quantizer(config: Any, otherwise: str) -> Any:
         raise InputError(
             f"the checkpoint has weights quantised by {method}; from_pretrained makes the layers of"
             f" {' and '.join(_METHODS)}; {otherwise}"
+        )
+    if find_spec(method) is None:
+        raise MissingExtraError(
+            f"the checkpoint has weights quantised by {method}, which is not installed: pip install"
+            f" {method}"
         )
     transformers_library()
     from transformers import quantizers

@@ -12,6 +12,7 @@ from model_list import transformers
 
 import placer
 from placer.errors import InputError, MissingExtraError
+from placer.pretrained import quantised as quantised_module
 from placer.testing import logical_devices
 
 pytest.importorskip("bitsandbytes")
@@ -108,20 +109,27 @@ def described(llama: Path, folder: Path, **quantization: Any) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("method", ["bitsandbytes", "torchao"])
 def test_a_package_that_is_missing_is_named(
+    method: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers()
+    monkeypatch.setattr(quantised_module, "find_spec", lambda name: None)
+    folder = described(llama, tmp_path / "folder", load_in_4bit=False, quant_method=method)
+    with pytest.raises(MissingExtraError, match=f"which is not installed: pip install {method}"):
+        placed(folder)
+
+
+def test_what_transformers_misses_is_named(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers()
-    from transformers.quantizers import quantizer_bnb_4bit, quantizer_torchao
+    from transformers.quantizers import quantizer_bnb_4bit
 
-    monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
-    monkeypatch.setattr(quantizer_torchao, "is_torchao_available", lambda: False)
+    monkeypatch.setattr(quantizer_bnb_4bit, "is_accelerate_available", lambda: False)
     four = described(llama, tmp_path / "four", load_in_4bit=True, quant_method="bitsandbytes")
-    with pytest.raises(MissingExtraError, match=r"quantised by bitsandbytes.*pip install .*bitsa"):
+    with pytest.raises(MissingExtraError, match=r"bitsandbytes: .*pip install 'accelerate>="):
         placed(four)
-    config = methods("torchao").to_dict()
-    with pytest.raises(MissingExtraError, match=r"quantised by torchao.*pip install torchao"):
-        placed(described(llama, tmp_path / "torchao", **config))
 
 
 def test_what_does_not_fit_quantised_weights_is_refused(llama: Path, tmp_path: Path) -> None:
