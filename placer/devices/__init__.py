@@ -51,7 +51,7 @@ from placer.devices.recording import (
     side_by_side,
     warm_libraries,
 )
-from placer.devices.rng_state import Repeated, keep_random_state, set_apart
+from placer.devices.rng_state import OwnSeed, Repeated, keep_random_state, own_seed, set_apart
 from placer.devices.routes import (
     HOST,
     detour,
@@ -131,6 +131,7 @@ __all__ = [
     "NoStreamsError",
     "NotRecordable",
     "Onlooker",
+    "OwnSeed",
     "PinnedBlocks",
     "Registry",
     "Repeated",
@@ -186,6 +187,7 @@ __all__ = [
     "named_tensors",
     "observed",
     "own_parts",
+    "own_seed",
     "parse",
     "parts",
     "pause",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,45 @@ def set_apart(devices: Sequence[torch.device]) -> None:
             seed = (generators[0].initial_seed() + _APART * number) & _MASK
             generator.manual_seed(seed)
         seeds.add(seed)
+
+
+class OwnSeed:
+    """A seed of this process's own, where ``torch.manual_seed`` seeds processes alike.
+
+    Args:
+        number: of the process, among those that draw for equal layers. The process with number 0
+            keeps its seed; the others' seeds follow from theirs.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._seed: int | None = None
+
+    def set_on(self, device: torch.device) -> None:
+        """Seed a GPU's generator again, if it was seeded since the last call.
+
+        The host's generator is left alone: it may decide which samples form a batch, and this has
+        to be the same in all processes.
+        """
+        if device.type == "cuda":
+            self.set(torch.cuda.default_generators[device.index or 0])
+
+    def set(self, generator: torch.Generator) -> None:
+        """Seed a generator again, if it was seeded since the last call."""
+        seed = generator.initial_seed()
+        if self._number and seed != self._seed:
+            self._seed = (seed + _APART * self._number) & _MASK
+            generator.manual_seed(self._seed)
+
+
+@functools.cache
+def own_seed(number: int) -> OwnSeed:
+    """Return the seed of this process; the same object for equal numbers.
+
+    Args:
+        number: see ``OwnSeed``.
+    """
+    return OwnSeed(number)
 
 
 class Repeated:

@@ -39,6 +39,7 @@ from placer.distributed.output_reach import Flows
 from placer.distributed.pipeline import Pipeline, Shape
 from placer.distributed.pipeline_head import Head
 from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
+from placer.distributed.replicas import Pipelines, pipelines
 from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.stage_line import Line, line
 from placer.distributed.stage_passes import ReportingStage
@@ -48,7 +49,9 @@ from placer.errors import CaptureError, InputError, PlacementError, kind_of
 from placer.executor.checks.batch_check import BatchChecks
 from placer.executor.output_joining import Joining
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
+from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.executor.training.loss.loss_weights import Weighing, merged
+from placer.executor.training.shares import divided, refuse_unreplicable
 from placer.schema import BatchOptions, Placement
 from placer.schema.options import Weigh
 from placer.utils.units import count_text
@@ -78,9 +81,10 @@ def build(
             is freed with the model.
         placement: a placement (or its JSON as a dict), or a map from layer to device. Devices are
             named ``cuda:0`` or, on several hosts, ``HOST/cuda:0``. The number of processes must
-            equal the number of devices, see ``placer.distributed.ranks``.
+            equal the number of devices, see ``placer.distributed.ranks``. If stages have replicas,
+            these share each micro-batch as the placement states.
         example_inputs: one micro-batch: a tensor, a tuple of positional or a dict of keyword
-            arguments.
+            arguments. With replicas, it has the samples of all of them.
         loss_fn: ``loss_fn(output, target)``, a mean over samples unless ``batch_options`` state
             otherwise; None (default) for inference. Further values in addition to the loss are not
             returned.
@@ -89,7 +93,8 @@ def build(
             the placement's.
         recompute: devices that save only the inputs of a micro-batch, and run forward again in its
             backward pass; None (default) for the placement's.
-        group: the process group of the pipeline; None (default) for all processes.
+        group: the process group of the pipeline; None (default) for all processes. A placement
+            with replicas needs all processes.
         weigh: ``weigh(None, target)``, the weight of each sample in the loss, as for
             ``DataFlow.train_step``.
         batch_options: batch dimensions, joining of results and reduction of the loss, as for
@@ -119,12 +124,17 @@ def build(
     with together(group, "build its part"):
         require_module(model)
         placed = _Placed.from_options(placement, chunks, schedule, recompute, batch_options)
+        _refuse_part_of_the_world(placed, group)
         if loss_fn is not None:
             _refuse_untrained(model, loss_fn)
         loss = None if loss_fn is None else Weighing(loss_fn, merged(placed.options, weigh))
         refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
         layout = input_layout(model, example_inputs, placed.options, "example_inputs")
         _refuse_lists(layout)
+    everyone = _everyone(placed, loss_fn is not None, group)
+    shared = _pipelines(model, placed, layout.size, everyone, group)
+    with together(group, "build its part"):
+        example_inputs, layout = _part(model, example_inputs, layout, shared)
         exported = _captured(model, example_inputs, layout)
         if (
             batch_options is not None and loss_fn is None
@@ -142,19 +152,24 @@ def build(
                 f"recompute names {min(unknown)!r}, which has no layers "
                 f"(devices with layers: {', '.join(cut.devices)})"
             )
+        _refuse_empty_stages(placed, cut)
+        refuse_unreplicable(placed.replication, graph, model, False)
         sharing = Sharing.from_graph(graph, cut, placed.chunks)
-    found = _seats(cut, graph, placed, loss_fn is not None, group)
+    _refuse_other_models(cut, graph, shared, group)
+    if shared.replicas is None:
+        shared = replace(shared, seats=tuple(_seats(cut.devices, placed, everyone)))
+    seat = shared.seats[dist.get_rank(shared.group)]
     # every process knows its device before any process waits for the others on it
     with together(group, "build its part"):
-        device = _local(found[dist.get_rank(group)])
-    owners = _owners(model, group)
+        device = _local(seat)
+    owners = _owners(model, shared.group)
     with together(group, "build its part"):
-        shape = _shape(exported, graph, placed, example_inputs, layout)
-        is_last = found[dist.get_rank(group)].device == cut.devices[-1]
+        shape = _shape(exported, graph, placed, example_inputs, layout, shared)
+        is_last = seat.device == cut.devices[-1]
         joining = _joining(model, example_inputs, layout, placed, is_last)
     # contains a warm-up that waits for all processes
     with together(group, "build its part"):
-        rest = found, shape, device, group, owners, joining
+        rest = shared, shape, device, group, owners, joining
         return _assemble(model, _Cut(exported, graph, cut, sharing), placed, loss, *rest)
 
 
@@ -196,13 +211,17 @@ def _refuse_no_group(group: object) -> None:
 
 @dataclass(frozen=True)
 class _Placed:
-    """The options of a placement, or a map by hand with the given options."""
+    """The options of a placement, or a map by hand with the given options.
+
+    The replication has names of devices in place of devices.
+    """
 
     layer_devices: Mapping[str, str]
     chunks: int
     schedule: str
     recompute: frozenset[str]
     options: BatchOptions
+    replication: Replication = ONE_PIPELINE
 
     @classmethod
     def from_options(
@@ -225,11 +244,6 @@ class _Placed:
             how = 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ())
             return cls(named, *how, options or DEFAULT_OPTIONS)
         placement = placing(given)
-        if placement.replicas:
-            raise PlacementError(
-                "the placement has replicated stages, which placer.distributed does not run; give "
-                "one without `replicas`, or run this one in one process, by DataFlow.update_flow"
-            )
         if placement.resting:
             raise PlacementError(
                 "parameters rest on the host in this placement, which placer.distributed does not "
@@ -242,7 +256,13 @@ class _Placed:
             schedule or placement.schedule,
             frozenset(placement.recompute if recompute is None else recompute),
             options or placement.batch_options,
+            Replication.from_placement(placement, lambda name: cast(torch.device, name)),
         )
+
+    @property
+    def replicas(self) -> dict[str, tuple[str, ...]]:
+        """The devices that hold the layers of each device of the map, by pipeline."""
+        return cast(dict[str, tuple[str, ...]], dict(self.replication.devices))
 
     def how(self, training: bool) -> str:
         """Return the options that all processes must agree on, as text."""
@@ -256,9 +276,13 @@ class _Placed:
         if self.options.weigh is not None:
             shown["weigh"] = "a function"
         batch = f", batch options {shown}" if shown else ""
+        replicas = ""
+        if self.replicas:
+            held = ", ".join(" and ".join(names) for names in self.replicas.values())
+            replicas = f", replicas on {held} with {self.replication.samples} samples"
         return (
             f"{chunks}, {self.schedule}, {'training' if training else 'forwards alone'}"
-            f"{again}{batch}"
+            f"{again}{batch}{replicas}"
         )
 
     def idle(self, used: Collection[str]) -> str:
@@ -309,7 +333,8 @@ def _joining(
         any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())),
     )
     declared = Joining.from_options(options, "give build(..., chunks=1)")
-    if not is_last or placed.chunks == 1 or is_meta or not options.verify:
+    parts = placed.chunks * placed.replication.count
+    if not is_last or parts == 1 or is_meta or not options.verify:
         return declared
     call = input_forms.call_arguments(example_inputs)
     tensors, inputs = flatten_inputs(*call)
@@ -359,7 +384,7 @@ def _assemble(
     parts: _Cut,
     placed: _Placed,
     loss_fn: Weighing | None,
-    seated: Sequence[Seat],
+    shared: Pipelines,
     shape: Shape,
     device: torch.device,
     group: dist.ProcessGroup | None,
@@ -367,19 +392,29 @@ def _assemble(
     joining: Joining,
 ) -> Pipeline:
     exported, graph, cut = parts.exported, parts.graph, parts.line
+    own_group = shared.group
     # devices in the order of the line, processes in the order of the group: map one to the other
     ranks = [
-        next(rank for rank, seat in enumerate(seated) if seat.device == name)
+        next(rank for rank, seat in enumerate(shared.seats) if seat.device == name)
         for name in cut.devices
     ]
-    position = ranks.index(dist.get_rank(group))
-    _warm_up(device, group)
+    position = ranks.index(dist.get_rank(own_group))
+    _warm_up(device, own_group)
     everywhere = tuple(
-        rank if group is None else dist.get_global_rank(group, rank) for rank in ranks
+        rank if own_group is None else dist.get_global_rank(own_group, rank) for rank in ranks
     )
     names = Names.from_model(model)
     sharing = parts.sharing.with_owners(owners, everywhere)
-    weights = Weights(graph, sharing, position, everywhere, device, group, names.transient)
+    weights = Weights(
+        graph,
+        sharing,
+        position,
+        everywhere,
+        device,
+        own_group,
+        names.transient,
+        shared.replicas,
+    )
     if not weights.empty:
         keep_owners(model, {name: everywhere[users[0]] for name, users in sharing.users.items()})
     training = loss_fn is not None
@@ -400,7 +435,8 @@ def _assemble(
         if index % len(cut.devices) == position
     }
     stages = [
-        _stage(module, index, len(cut.stages), training, group) for index, module in modules.items()
+        _stage(module, index, len(cut.stages), training, own_group)
+        for index, module in modules.items()
     ]
     leaves = modules[max(modules)].plan.leaves
     owned = nn.Module()
@@ -413,45 +449,152 @@ def _assemble(
         exported.outputs,
         leaves,
         joining,
-        [shape.samples] * shape.chunks,
+        shape.sizes,
         device,
         elsewhere,
+        shared,
     )
     schedule = schedules.make(
         placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None
     )
     return Pipeline(
-        stages, schedule, owned, device, weights, head, shape, names, group, placed.options.verify
+        stages,
+        schedule,
+        owned,
+        device,
+        weights,
+        head,
+        shape,
+        names,
+        group,
+        shared,
+        placed.options.verify,
     )
 
 
-def _seats(
-    cut: Line, graph: LayerGraph, placed: _Placed, training: bool, group: dist.ProcessGroup | None
-) -> list[Seat]:
-    """Return the device of every process, after comparing models and options of all processes."""
+def _refuse_part_of_the_world(placed: _Placed, group: dist.ProcessGroup | None) -> None:
+    """Raise an InputError for replicas in a group of some processes.
+
+    All processes have to take part where process groups are formed.
+    """
+    if placed.replicas and dist.get_world_size(group) < dist.get_world_size():
+        raise InputError(
+            f"the placement has replicas, and the group has {dist.get_world_size(group)} of "
+            f"{dist.get_world_size()} processes: leave `group` out, and start one process for each "
+            "device of `replicas`"
+        )
+
+
+def _everyone(
+    placed: _Placed, training: bool, group: dist.ProcessGroup | None
+) -> list[tuple[Process, int]]:
+    """Return each process and the number of its GPUs, after comparing the options of all."""
     process = Process.here(dist.get_rank(group))
-    trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
-    stages = [(stage.device, stage.layers) for stage in cut.stages]
-    here = (process, gpus(), placed.how(training), graph.hash, trained, stages)
-    everyone = gathered(here, group)
-    for rank, (_, _, how_there, *found) in enumerate(everyone):
+    everyone = gathered((process, gpus(), placed.how(training)), group)
+    for rank, (*_, how_there) in enumerate(everyone):
         if how_there != everyone[0][2]:
             raise InputError(
                 f"process {rank} was asked to build {how_there}, and process 0 {everyone[0][2]}; "
                 "give build() the same arguments in every process"
             )
-        if found != list(everyone[0][3:]):
+    return [(process, count) for process, count, _ in everyone]
+
+
+def _pipelines(
+    model: nn.Module,
+    placed: _Placed,
+    size: int,
+    everyone: Sequence[tuple[Process, int]],
+    group: dist.ProcessGroup | None,
+) -> Pipelines:
+    """Return the pipelines that share each micro-batch.
+
+    Args:
+        model: the whole model.
+        placed: the placement.
+        size: samples in a micro-batch.
+        everyone: the processes and their GPUs.
+        group: all processes.
+    """
+    if not placed.replicas:
+        return Pipelines((size,), group=group)
+    names = [name for found in placed.replicas.values() for name in found]
+    found = _seats(names, placed, everyone)
+    with together(group, "build its part"):
+        if size < placed.replication.count:
+            raise InputError(
+                f"example_inputs have {count_text(size, 'sample')} for "
+                f"{placed.replication.count} replicas; give one micro-batch of all replicas, with "
+                "at least one sample for each"
+            )
+        device = _local(found[dist.get_rank()])
+    samples = divided(size, placed.replication.samples)
+    return pipelines(model, placed.replicas, samples, found, device)
+
+
+def _part(
+    model: nn.Module, example_inputs: Any, layout: BatchLayout, shared: Pipelines
+) -> tuple[Any, BatchLayout]:
+    """Return this pipeline's samples of a micro-batch, and their layout."""
+    if shared.replicas is None:
+        return example_inputs, layout
+    call = input_forms.call_arguments(example_inputs, "example_inputs")
+    if len(layout.undeclared()) > 1:
+        # only a capture shows which further inputs have the batch's length by coincidence
+        graph = _captured(model, example_inputs, layout).module.graph
+        unrelated = inputs_of_other_lengths(graph, layout.dims)
+        layout = layout.without(unrelated.intersection(layout.undeclared()))
+    parts = layout.cut_call(call, Parameters.from_module(model), shared.samples)
+    args, kwargs = parts[shared.index]
+    return kwargs or args, replace(layout, size=shared.samples[shared.index])
+
+
+def _refuse_empty_stages(placed: _Placed, cut: Line) -> None:
+    """Raise a PlacementError if a device with replicas has no layer that runs."""
+    for name in placed.replicas:
+        if name not in cut.devices:
+            raise PlacementError(
+                f"no layer that runs is on {name}, which has replicas: the results of its layers "
+                "are not used, or they are one with the layer before them; place another layer "
+                "there, or leave the device out"
+            )
+
+
+def _refuse_other_models(
+    cut: Line, graph: LayerGraph, shared: Pipelines, group: dist.ProcessGroup | None
+) -> None:
+    """Raise an InputError unless all processes have captured the same model."""
+    trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
+    stages = [(stage.device, stage.layers) for stage in cut.stages]
+    samples = shared.samples[shared.index]
+    everyone = gathered((samples, graph.hash, trained, stages), group)
+    # a hash depends on the number of samples
+    hashes: dict[int, str] = {}
+    for rank, (size, there, *found) in enumerate(everyone):
+        if found != list(everyone[0][2:]) or hashes.setdefault(size, there) != there:
             raise InputError(
                 f"process {rank} has captured another model, or was given another placement, than "
                 "process 0; give every process the same model, with the same parameters to train, "
                 "placement and shape of example"
             )
+
+
+def _seats(
+    names: Sequence[str], placed: _Placed, everyone: Sequence[tuple[Process, int]]
+) -> list[Seat]:
+    """Return the device of every process.
+
+    Args:
+        names: of all devices.
+        placed: the placement.
+        everyone: the processes and their GPUs.
+    """
     try:
-        found_seats = seats(cut.devices, [process for process, *_ in everyone])
+        found = seats(names, [process for process, _ in everyone])
     except PlacementError as error:
-        raise PlacementError(f"{error}{placed.idle(cut.devices)}") from error
-    refuse_missing_gpus(found_seats, [count for _, count, *_ in everyone])
-    return found_seats
+        raise PlacementError(f"{error}{placed.idle(names)}") from error
+    refuse_missing_gpus(found, [count for _, count in everyone])
+    return found
 
 
 def _owners(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]:
@@ -524,7 +667,12 @@ def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
 
 
 def _shape(
-    exported: Exported, graph: LayerGraph, placed: _Placed, example_inputs: Any, layout: BatchLayout
+    exported: Exported,
+    graph: LayerGraph,
+    placed: _Placed,
+    example_inputs: Any,
+    layout: BatchLayout,
+    shared: Pipelines,
 ) -> Shape:
     inputs: Sequence[Any] = [graph.values[name] for name in graph.inputs]
     cut = [place for place, dim in enumerate(layout.dims) if dim is not None]
@@ -532,7 +680,7 @@ def _shape(
     # first input.
     known = (
         set(cut)
-        if layout.size > 1
+        if sum(shared.samples) > 1
         else {*cut[:1], *(place for place in cut if layout.declared[place])}
     )
     args, kwargs = input_forms.call_arguments(example_inputs)
@@ -543,7 +691,7 @@ def _shape(
         shapes=tuple(value.shape for value in inputs),
         dims=tuple(dim if place in known else None for place, dim in enumerate(layout.dims)),
         dtypes=tuple(value.dtype for value in inputs),
-        samples=layout.size,
+        samples=shared.samples,
         chunks=placed.chunks,
     )
 

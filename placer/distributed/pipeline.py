@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from placer import devices
 from placer.capture import input_forms
 from placer.capture.loss_functions import refuse_arrays
 from placer.capture.pytrees import Structure, flatten_inputs
 from placer.distributed.collective_errors import together
 from placer.distributed.pipeline_head import Head
+from placer.distributed.replicas import Pipelines
 from placer.distributed.schedules import LibrarySchedule
 from placer.distributed.stage import StageModule
 from placer.distributed.state import checkpoint
@@ -40,10 +42,10 @@ class Shape:
         positional: number of positional arguments of the model.
         keywords: the names of the keyword arguments, in the example's order.
         inputs: the structure of all arguments.
-        shapes: of the flat inputs of one micro-batch.
+        shapes: of the flat inputs of this pipeline's part of a micro-batch.
         dims: the batch dimension of each; None without one.
         dtypes: of the flat inputs.
-        samples: in a micro-batch.
+        samples: in a micro-batch, by pipeline.
         chunks: micro-batches in a batch.
     """
 
@@ -53,8 +55,13 @@ class Shape:
     shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int | None, ...]
     dtypes: tuple[torch.dtype, ...]
-    samples: int
+    samples: tuple[int, ...]
     chunks: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples in each part of a batch, by micro-batch and pipeline."""
+        return [*self.samples] * self.chunks
 
 
 class Pipeline:
@@ -80,6 +87,7 @@ class Pipeline:
         shape: Shape,
         names: Names,
         group: dist.ProcessGroup | None,
+        pipelines: Pipelines,
         verify: bool = True,
     ) -> None:
         self.stages = stages
@@ -88,12 +96,13 @@ class Pipeline:
         self.device = device
         self.chunks = shape.chunks
         self._weights, self._head, self._shape = weights, head, shape
-        self._names, self._group = names, group
+        self._names, self._group, self._pipelines = names, group, pipelines
         self._frozen = [
             name for name, parameter in module.named_parameters() if not parameter.requires_grad
         ]
         self._failed = False
-        self._verify = verify and shape.chunks > 1
+        self._seed = devices.own_seed(pipelines.index)
+        self._verify = verify and len(shape.sizes) > 1
         self._is_compared = not self._verify
 
     @property
@@ -114,7 +123,8 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters that this process owns, for its optimizer.
 
-        Over all processes, each parameter occurs once.
+        Over all processes of a pipeline, each parameter occurs once. Replicas of a stage have the
+        same parameters, and each needs an optimizer with its whole state.
         """
         return self.module.parameters()
 
@@ -127,7 +137,8 @@ class Pipeline:
 
         Args:
             inputs: the batch, required where ``is_first``: one tensor, a tuple of positional or a
-                dict of keyword arguments. Other processes may pass it or None.
+                dict of keyword arguments. Other processes may pass it or None. With replicas, each
+                takes its samples of the whole batch.
             target: the target of the loss, where ``is_last``, with the batch in the first
                 dimension; None if the loss needs none.
 
@@ -158,6 +169,7 @@ class Pipeline:
         losses: list[Tensor] = []
         goal = self._goals(target)
         with self._noted_failure():
+            self._seed.set_on(self.device)
             # copies of tied weights follow the optimizer's last step
             self._weights.refresh()
             self._weights.begin()
@@ -166,17 +178,19 @@ class Pipeline:
             with self._allocated(), torch.enable_grad():
                 self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
             self._weights.reduce()
+            self._weights.take_buffers()
+            total = self._head.total(losses) if losses else None
         if not self._is_compared:
             with together(self._group, "combine the losses of micro-batches"):
-                self._head.compare(losses)
+                self._head.compare(total)
             self._head.collect(False)
             self._is_compared = True
         elif is_compared_here:
             # other processes do not have the target: they only observe that this one failed
             with self._noted_failure():
-                self._head.compare(losses)
+                self._head.compare(total)
             self._head.collect(False)
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+        return total
 
     @torch.no_grad()
     def forward(self, inputs: Any = None) -> Any:
@@ -207,9 +221,10 @@ class Pipeline:
             with self._noted_failure():
                 self._weights.refresh()
                 self.schedule.step(*arguments, return_outputs=False)
+                self._weights.take_buffers()
+                return self._head.join(made) if self.is_last else None
         finally:
             watch.remove()
-        return self._head.join(made) if self.is_last else None
 
     __call__ = forward
 
@@ -230,8 +245,11 @@ class Pipeline:
             if norms
             else torch.zeros((), dtype=torch.float64, device=self.device)
         )
-        # squares are summed over processes, since each owns different parameters
-        dist.all_reduce(total, group=self._group)
+        # squares are summed over a pipeline's processes, since each owns different parameters
+        dist.all_reduce(total, group=self._pipelines.group)
+        if self._pipelines.replicas is not None:
+            # pipelines may round differently, and their weights must stay equal
+            self._pipelines.replicas.take_from_first([total])
         norm = total.sqrt()
         for gradient in gradients:
             gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradient.dtype))
@@ -260,9 +278,9 @@ class Pipeline:
             raise InputError(
                 f"rank={rank!r} is not a process of this pipeline; give one from 0 to {size - 1}"
             )
-        return checkpoint.gather(
-            self.state_dict(), self._names.saved, rank, self.device, self._group
-        )
+        is_sent = self._pipelines.index == 0 or dist.get_rank(self._group) == rank
+        own = self.state_dict() if is_sent else {}
+        return checkpoint.gather(own, self._names.saved, rank, self.device, self._group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this process's part of the whole model's ``state_dict``.
@@ -402,18 +420,22 @@ class Pipeline:
         )
 
     def _cut(self, tensor: Tensor, shape: tuple[int, ...], dim: int | None) -> Tensor:
-        """Return an input with its micro-batches consecutive along the first dimension.
+        """Return an input's own parts, consecutive along the first dimension.
 
         An input without a batch dimension is repeated for each micro-batch.
         """
         # an example of one sample does not show which inputs have a batch dimension
-        along = 0 if dim is None and shape else dim
+        count = self._pipelines.count
+        along = 0 if dim is None and shape and count == 1 else dim
         wanted = shape
         if along is not None:
-            wanted = (*shape[:along], shape[along] * self.chunks, *shape[along + 1 :])
+            sizes = self._shape.sizes if count > 1 else [shape[along]] * self.chunks
+            wanted = (*shape[:along], sum(sizes), *shape[along + 1 :])
             if tuple(tensor.shape) == wanted:
-                parts = tensor.split(shape[along], along)  # type: ignore[no-untyped-call]
-                return tensor.contiguous() if along == 0 else torch.cat(parts)
+                if along == 0 and count == 1:
+                    return tensor.contiguous()
+                parts = tensor.split(sizes, along)  # type: ignore[no-untyped-call]
+                return torch.cat(parts[self._pipelines.index :: count])
         if tuple(tensor.shape) == shape and dim is None:
             return tensor.expand(self.chunks, *shape).reshape(-1, *shape[1:])
         wanted = shape if dim is None else wanted

@@ -11,6 +11,7 @@ from torch import Tensor
 from placer.capture.batch_dims.declared_layout import refuse_absent_outputs
 from placer.capture.loss_functions import require_gradient, require_real_number
 from placer.capture.pytrees import Structure, detached_nest
+from placer.distributed.replicas import Pipelines
 from placer.distributed.tensor_codec import Parcel
 from placer.errors import InputError
 from placer.executor.checks.label_counts import LateCounts, Uneven, uneven
@@ -30,12 +31,14 @@ class Head:
         structure: of the model's result.
         parcels: the model's flat outputs.
         joining: how results of micro-batches are joined.
-        sizes: samples in each micro-batch.
+        sizes: samples in each part of a batch: those of each micro-batch follow one another, one
+            for each pipeline.
         device: of this process.
         elsewhere: names of the model's parameters in other processes, by identity.
+        pipelines: that share each micro-batch.
 
     Attributes:
-        targets: of each micro-batch; None if the library was given the target itself.
+        targets: of each part; None if the library was given the target itself.
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class Head:
         sizes: Sequence[int],
         device: torch.device,
         elsewhere: Mapping[int, str],
+        pipelines: Pipelines,
     ) -> None:
+        self._pipelines = pipelines
         self._loss_fn, self._sizes, self._device = loss_fn, list(sizes), device
         self._elsewhere: Mapping[int, str] | None = elsewhere
         self._structure, self._parcels, self._joining = structure, parcels, joining
@@ -71,7 +76,9 @@ class Head:
         labels = goals.leaves, goals.layout, self._sizes
         # torch's own mean losses determine their weights for every batch
         is_exact = getattr(self._loss_fn.options.weigh, "may_give_none", False)
-        waits = not is_exact and self._late.is_due(None, *labels, self._uneven)
+        # replicas have to decide alike, so they look at labels on the host only
+        may_wait = not is_exact and self._pipelines.count == 1
+        waits = may_wait and self._late.is_due(None, *labels, self._uneven)
         self._now = uneven(*labels, waits=waits)
         leaves = [
             leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in goals.leaves
@@ -99,9 +106,9 @@ class Head:
             StageError: if it failed.
         """
         assert self._loss_fn is not None
-        number, goal = (
-            (0, target) if self.targets is None else (int(target), self.targets[int(target)])
-        )
+        number = 0 if self.targets is None else int(target)
+        part = number * self._pipelines.count + self._pipelines.index
+        goal = target if self.targets is None else self.targets[part]
         try:
             result = self.result(output)
             loss, values = self._loss_fn(result, goal)
@@ -112,8 +119,8 @@ class Head:
         self._refuse_elsewhere(loss)
         if self._made is not None:
             self._made.append((detached_nest(result), detached_nest(values)))
-        # scaled, because the library adds up the micro-batches' gradients
-        return loss * self._loss_fn.shares(self._sizes)[number]
+        # scaled, because the gradients of all parts are added up
+        return loss * self._loss_fn.shares(self._sizes)[part]
 
     def collect(self, wanted: bool) -> None:
         """Start or stop keeping the results of micro-batches for ``compare``."""
@@ -123,27 +130,35 @@ class Head:
         """Return whether the numbers of labels are unequal in a new way."""
         return not self._now <= self._uneven
 
-    def compare(self, losses: Sequence[Tensor]) -> None:
+    def total(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the loss of a batch, detached, from the losses of this process's parts."""
+        loss = torch.stack([loss.detach() for loss in losses]).sum()
+        replicas = self._pipelines.replicas
+        return loss if replicas is None else replicas.total(loss)
+
+    def compare(self, loss: Tensor | None) -> None:
         """Compare the combined losses of micro-batches with the loss of the whole batch.
+
+        Args:
+            loss: of the batch; None where other processes have it.
 
         Raises:
             BatchError: if they differ.
         """
         if (
-            losses
+            loss is not None
             and self._loss_fn is not None
             and self._goals is not None
             and self._made is not None
         ):
             refuse_absent_outputs(self._loss_fn.options, *self._made[0])
-            loss = torch.stack([loss.detach() for loss in losses]).sum()
             compare_losses(
                 self._loss_fn,
                 self._goals,
                 self._sizes,
                 self._joining,
                 loss,
-                self._made,
+                self._parts(self._made),
                 LabelWatch(),
             )
             goals = self._goals
@@ -171,9 +186,21 @@ class Head:
         """Join the results of all micro-batches.
 
         Args:
-            outputs: of the last stage, by micro-batch.
+            outputs: of this process's last stage, by micro-batch.
         """
-        return join([self.result(output) for output in outputs], self._sizes, self._joining)
+        results = [self.result(output) for output in self._parts(outputs)]
+        return join(results, self._sizes, self._joining)
+
+    def _parts(self, found: Sequence[Any]) -> list[Any]:
+        """Return what the last stages of all pipelines have of each part of a batch.
+
+        Args:
+            found: what this process has, by micro-batch.
+        """
+        replicas = self._pipelines.replicas
+        if replicas is None:
+            return list(found)
+        return [part for each in zip(*replicas.exchanged(found), strict=True) for part in each]
 
     def _leaves(self, output: Any) -> list[Any]:
         flat = [output] if isinstance(output, Tensor) else list(output)

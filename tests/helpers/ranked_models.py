@@ -38,6 +38,16 @@ def replicated_chain() -> Case:
     return nn.parallel.DistributedDataParallel(model), *rest
 
 
+def pairs() -> Case:
+    """A loss over pairs of samples, which no part of a batch has all of."""
+    model, inputs, target, _ = chain()
+    return model, inputs, target, _in_batch_negatives
+
+
+def _in_batch_negatives(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+
 def padded() -> Case:
     """Labels of unlike numbers a micro-batch, of two samples each; the first has none."""
     model, inputs, _, _ = chain()

@@ -6,6 +6,8 @@ their gradients, which the owner adds up. Only the owner's optimizer updates it.
 
     owner   ──data──▶  copy          step          owner  ◀──gradient──  copy
 
+If stages have replicas, each pipeline has an owner. The owners add up their gradients.
+
 The owner in the first pipeline of a model stays the owner in later ones, wherever the layers are,
 because only that process has the trained values.
 """
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.capture.layers import LayerGraph
+from placer.distributed.replicas import Replicas
 from placer.distributed.stage_line import Line
 from placer.errors import InputError, PlacementError
 from placer.executor.state.state_moves import relocate
@@ -155,6 +158,7 @@ class Weights:
         device: of this process.
         group: the processes of the pipeline.
         lost: the names of buffers that are in no state_dict.
+        replicas: the processes with the same stage; None without replicas.
 
     Attributes:
         own: the owned tensors by name, moved here; the same objects, unless the model was on meta.
@@ -171,8 +175,10 @@ class Weights:
         device: torch.device,
         group: dist.ProcessGroup | None,
         lost: Collection[str] = (),
+        replicas: Replicas | None = None,
     ) -> None:
         self._position, self._ranks, self._group = position, ranks, group
+        self._replicas = replicas
         self.own = {name: _settle(graph.state[name], device) for name in sharing.owned(position)}
         self.empty = any(graph.state[name].is_meta for name in self.own)
         self._unset = {
@@ -191,7 +197,21 @@ class Weights:
             if position in users and users[0] != position
         }
         self._trained = [name for name in self._shared if graph.state[name].requires_grad]
-        _refuse_hooks({name: graph.state[name] for name in self._trained})
+        # the order of the graph, which is the same in every replica
+        self._summed = [
+            name
+            for name in graph.state
+            if replicas is not None and name in self.own and graph.state[name].requires_grad
+        ]
+        self._changed = [name for name in self.own if name in sharing.changed]
+        self._partial = [
+            name
+            for name in graph.state
+            if graph.state[name].requires_grad and (replicas is not None or name in self._shared)
+        ]
+        self._refuse_hooks({name: graph.state[name] for name in self._partial})
+        if replicas is not None and not self.empty:
+            replicas.take_from_first([*self.own.values()])
         self._before: dict[str, Tensor | None] = {}
 
     def get(self, name: str) -> Tensor:
@@ -200,7 +220,7 @@ class Weights:
 
     def refuse_hooks(self) -> None:
         """Raise an InputError for hooks on weights that several processes use."""
-        _refuse_hooks({name: self.own[name] for name in self._trained if name in self.own})
+        self._refuse_hooks({name: self.own[name] for name in self._partial if name in self.own})
 
     def unset(self) -> str | None:
         """Return an uninitialised buffer that no state_dict holds; None without one."""
@@ -229,13 +249,13 @@ class Weights:
         # gradients of copies were sent after the last step
         for copy in self.copies.values():
             copy.grad = None
-        self._before = {name: self.own[name].grad for name in self._trained if name in self.own}
+        self._before = {name: self.own[name].grad for name in self._partial if name in self.own}
         for name in self._before:
             self.own[name].grad = None
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add the gradients of copies to the owner's gradients and to earlier ones."""
+        """Add up the gradients of copies, then of replicas, then of earlier steps."""
         operations = []
         arrived: list[tuple[str, Tensor, Tensor]] = []
         for name in self._trained:
@@ -259,7 +279,14 @@ class Weights:
             other = self.own[name].grad is not None or self._before[name] is not None
             if self.own[name].requires_grad and (other or has_gradient.item()):
                 self._add(name, gradient)
+        if self._replicas is not None:
+            self._replicas.sum_gradients([self.own[name] for name in self._summed])
         self.restore()
+
+    def take_buffers(self) -> None:
+        """Overwrite buffers that the layers change by those of the first replica."""
+        if self._replicas is not None:
+            self._replicas.take_from_first([self.own[name] for name in self._changed])
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -268,6 +295,22 @@ class Weights:
             if gradient is not None:
                 self._add(name, gradient)
         self._before = {}
+
+    def _refuse_hooks(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise an InputError for hooks on weights that several processes use.
+
+        Each process would show the hook only its own part of the gradient.
+        """
+        for name, tensor in tensors.items():
+            if is_hooked(tensor):
+                users = "layers on several devices use it"
+                way_out = "place them on one device, or change"
+                if name not in self._shared:
+                    users, way_out = "replicas of its stage share each batch", "change"
+                raise InputError(
+                    f"parameter {name!r} has a hook on its gradient, and {users}, each of which "
+                    f"has a part of that; {way_out} parameter.grad after pipeline.step()"
+                )
 
     def _add(self, name: str, gradient: Tensor) -> None:
         parameter = self.own[name]
@@ -320,20 +363,6 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 def is_hooked(tensor: Tensor) -> bool:
     """Return whether the tensor has gradient hooks."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-
-
-def _refuse_hooks(shared: Mapping[str, Tensor]) -> None:
-    """Raise an InputError for hooks on weights that several processes use.
-
-    Each process would show the hook only its own part of the gradient.
-    """
-    for name, tensor in shared.items():
-        if is_hooked(tensor):
-            raise InputError(
-                f"parameter {name!r} has a hook on its gradient, and layers on several devices use "
-                "it, each of which has a part of that; place them on one device, or change "
-                "parameter.grad after pipeline.step()"
-            )
 
 
 def _gradient_and_flag(copy: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,8 +86,8 @@ def _samples_by_pipeline(placement: Placement) -> tuple[int, ...]:
     counts = {name: len(found) for name, found in given.items()}
     if len(set(counts.values())) > 1:
         raise PlacementError(
-            f"stages have different numbers of replicas ({_listed(counts)}); one process runs "
-            "equal pipelines only: give every device of `layer_devices` as many replicas"
+            f"stages have different numbers of replicas ({_listed(counts)}), and "
+            "only equal pipelines run: give every device of `layer_devices` as many replicas"
         )
     for name in dict.fromkeys(placement.layer_devices.values()):
         if name not in given:

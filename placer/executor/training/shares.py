@@ -79,7 +79,7 @@ def refuse_unreplicable(
         if isinstance(child, nn.SyncBatchNorm):
             raise InputError(
                 f"{path!r} is an nn.SyncBatchNorm, which does not see the samples of other "
-                f"replicas in one process: use nn.BatchNorm2d or another of its kind, or {advice}"
+                f"replicas: use nn.BatchNorm2d or another of its kind, or {advice}"
             )
     for layer in graph.layers:
         for name in layer.mutated:

@@ -25,13 +25,6 @@ TIED = {
     "token_embedding": "cpu:0", "position_embedding": "cpu:0", "drop": "cpu:0", "blocks.0": "cpu:0",
     "blocks.1": "cpu:1", "blocks.2": "cpu:2", "blocks.3": "cpu:3", "norm": "cpu:3", "head": "cpu:3",
 }  # fmt: skip
-REPLICATED = {
-    "status": "feasible",
-    "objective": "step",
-    "batch_size": 4,
-    "layer_devices": dict.fromkeys(CHAIN, "cpu:0"),
-    "replicas": {"cpu:0": [{"device": f"cpu:{index}", "samples": 1} for index in range(4)]},
-}
 NOTHING_FITS = {"status": "infeasible", "objective": "throughput", "layer_devices": {}}
 
 
@@ -311,7 +304,6 @@ def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> Non
             "InputError: schedule 'interleaved' needs several stages on a device",
         ),
         (NOTHING_FITS, {}, "PlacementError: the placement is infeasible and places no layer"),
-        (REPLICATED, {}, "PlacementError: the placement has replicated stages, which placer.dist"),
         (
             "placement.json",
             {},

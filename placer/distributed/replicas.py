@@ -1,0 +1,283 @@
+"""The replicas of a placement's stages, with one process for each.
+
+                 pipeline 0       pipeline 1
+    stage 0      process 0 ◀────▶ process 2       sum their gradients
+                     │                │
+    stage 1      process 1 ◀────▶ process 3       sum their gradients and losses
+
+The processes are a ``DeviceMesh`` of pipelines and stages. Every pipeline takes its samples of each
+micro-batch, and weights their loss as in the whole batch. So the gradients of the whole batch are
+sums over the replicas. Buffers, such as running statistics, come from pipeline 0.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
+2020 (reduction in buckets).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from placer import devices
+from placer.capture.layers import tensor_bytes
+from placer.capture.pytrees import flatten, outline
+from placer.distributed.ranks import Seat
+from placer.distributed.tensor_codec import as_bytes
+
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of gradients that one call reduces; the default of DistributedDataParallel."""
+
+# The number of buckets that are reduced at once, which bounds the memory of their copies.
+_AT_ONCE = 4
+
+# The meshes of each model's pipelines, with the world that they are part of. Process groups hold
+# memory on GPUs, so further pipelines of a model use the same ones.
+_meshes: WeakKeyDictionary[nn.Module, dict[Any, tuple[Any, DeviceMesh]]] = WeakKeyDictionary()
+
+
+class Replicas:
+    """The processes that hold one stage.
+
+    Args:
+        group: these processes.
+        ranks: their global ranks, by pipeline.
+        device: of this process.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device
+    ) -> None:
+        self._group, self._ranks, self._device = group, tuple(ranks), device
+
+    @torch.no_grad()
+    def take_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors by their values in pipeline 0.
+
+        Args:
+            tensors: equally many of the same shapes in every replica.
+        """
+        pending: list[tuple[Tensor, Tensor]] = []
+        for part in (part for tensor in tensors for part in devices.own_parts(tensor)):
+            dense = part.detach().contiguous()
+            if dense.numel():
+                self._broadcast(dense, self._ranks[0])
+                pending.append((part, dense))
+        for part, dense in pending:
+            if dense.data_ptr() != part.data_ptr():
+                part.copy_(dense)
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Sum the gradients of all replicas.
+
+        A parameter that has a gradient in no replica has none afterwards.
+
+        Args:
+            parameters: the same in every replica.
+        """
+        if not parameters:
+            return
+        flags = [float(parameter.grad is not None) for parameter in parameters]
+        counts = torch.tensor(flags, device=self._device)
+        dist.all_reduce(counts, group=self._group)
+        # a replica that has all gradients need not wait for the device
+        known = flags if all(flags) else counts.tolist()
+        reached = [item for item, count in zip(parameters, known, strict=True) if count]
+        pending: list[_Bucket] = []
+        for gradients in _buckets([_dense_gradient(item) for item in reached]):
+            flat = _packed(gradients)
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            pending.append(_Bucket(gradients, flat, work))
+            if len(pending) == _AT_ONCE:
+                pending.pop(0).finish()
+        for bucket in pending:
+            bucket.finish()
+
+    @torch.no_grad()
+    def total(self, number: Tensor) -> Tensor:
+        """Return the sum of a number over all replicas."""
+        # a device's own memory, which the backend can send
+        total = number.detach().to(self._device, copy=True)
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def exchanged(self, nests: Sequence[Any]) -> list[list[Any]]:
+        """Return the nests of all replicas, by pipeline.
+
+        Args:
+            nests: nested tensors, such as the results of micro-batches.
+        """
+        flat = [flatten(nest) for nest in nests]
+        here = [
+            (outline(structure), [(leaf.shape, leaf.dtype) for leaf in leaves])
+            for leaves, structure in flat
+        ]
+        everyone: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(everyone, (dist.get_rank(), here), group=self._group)
+        there = dict(everyone)
+        found = []
+        for rank in self._ranks:
+            if rank == dist.get_rank():
+                for leaf in (leaf for leaves, _ in flat for leaf in leaves):
+                    self._broadcast(leaf.detach().to(self._device).contiguous(), rank)
+                found.append(list(nests))
+            else:
+                found.append(
+                    [
+                        flatten(empty)[1].unflatten([self._received(rank, *form) for form in forms])
+                        for empty, forms in there[rank]
+                    ]
+                )
+        return found
+
+    def _received(self, rank: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        self._broadcast(tensor, rank)
+        return tensor
+
+    def _broadcast(self, tensor: Tensor, rank: int) -> None:
+        """Send a contiguous tensor's bytes, whatever its type, to the other replicas.
+
+        Args:
+            tensor: in other processes, receives the bytes.
+            rank: the global rank of the sender.
+        """
+        if tensor.numel():
+            dist.broadcast(as_bytes(tensor), rank, group=self._group)
+
+
+class _Bucket(NamedTuple):
+    """Gradients of one type whose sum is computed.
+
+    Attributes:
+        gradients: as real numbers.
+        flat: their elements, in one tensor; a single contiguous gradient itself.
+        work: the reduction.
+    """
+
+    gradients: list[Tensor]
+    flat: Tensor
+    work: Any
+
+    def finish(self) -> None:
+        """Wait for the sum, and write it to the gradients."""
+        self.work.wait()
+        if self.flat.data_ptr() == self.gradients[0].data_ptr():
+            return
+        parts = self.flat.split([gradient.numel() for gradient in self.gradients])  # type: ignore[no-untyped-call]
+        for gradient, part in zip(self.gradients, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+
+def _packed(gradients: Sequence[Tensor]) -> Tensor:
+    if len(gradients) == 1 and gradients[0].is_contiguous():
+        return gradients[0].view(-1)
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def _dense_gradient(parameter: Tensor) -> Tensor:
+    """Return a parameter's gradient as real numbers; zeros if it has none."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter)
+    elif gradient.is_sparse:
+        # the replicas' indices differ
+        gradient = parameter.grad = gradient.to_dense()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield gradients of one type in groups of about ``BUCKET_BYTES``, the same in each replica."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    sizes: Counter[torch.dtype] = Counter()
+    for gradient in gradients:
+        kind = gradient.dtype
+        groups.setdefault(kind, []).append(gradient)
+        sizes[kind] += tensor_bytes(gradient)
+        if sizes[kind] >= BUCKET_BYTES:
+            yield groups.pop(kind)
+            del sizes[kind]
+    yield from groups.values()
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The pipelines that share each micro-batch, as one process sees them.
+
+    Attributes:
+        samples: of a micro-batch, by pipeline.
+        index: of this process's pipeline.
+        seats: the devices of this pipeline's processes, by rank in their group. Empty without
+            replicas: the seats then follow from the captured model.
+        group: this pipeline's processes; None for all processes.
+        replicas: the processes with this process's stage; None without replicas.
+    """
+
+    samples: tuple[int, ...] = (1,)
+    index: int = 0
+    seats: tuple[Seat, ...] = ()
+    group: dist.ProcessGroup | None = None
+    replicas: Replicas | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of pipelines."""
+        return len(self.samples)
+
+
+def pipelines(
+    model: nn.Module,
+    names: Mapping[str, Sequence[str]],
+    samples: Sequence[int],
+    seated: Sequence[Seat],
+    device: torch.device,
+) -> Pipelines:
+    """Return the pipelines of a placement with replicas. Every process must call it.
+
+    Args:
+        model: further pipelines of it use the same process groups.
+        names: for each device of the map, the devices that hold its layers, by pipeline.
+        samples: of a micro-batch, by pipeline.
+        seated: the device of every process, by global rank.
+        device: of this process.
+    """
+    ranks = {seat.device: rank for rank, seat in enumerate(seated)}
+    table = [[ranks[found[index]] for found in names.values()] for index in range(len(samples))]
+    index, stage = next(
+        (row, table[row].index(dist.get_rank()))
+        for row in range(len(table))
+        if dist.get_rank() in table[row]
+    )
+    mesh = _mesh(model, table, device)
+    own = {ranks[found[index]]: name for name, found in names.items()}
+    return Pipelines(
+        samples=tuple(samples),
+        index=index,
+        seats=tuple(Seat(own[rank], seated[rank].local) for rank in sorted(own)),
+        group=mesh.get_group("stage"),
+        replicas=Replicas(mesh.get_group("replica"), [row[stage] for row in table], device),
+    )
+
+
+def _mesh(model: nn.Module, table: list[list[int]], device: torch.device) -> DeviceMesh:
+    """Return the mesh of a model's pipelines; the same one for equal pipelines.
+
+    Args:
+        model: the model.
+        table: the global ranks of each pipeline's processes.
+        device: of this process.
+    """
+    known = _meshes.setdefault(model, {})
+    world, mesh = known.get(str(table), (None, None))
+    if mesh is None or world is not dist.group.WORLD:
+        mesh = DeviceMesh(device.type, table, mesh_dim_names=("replica", "stage"))
+        known[str(table)] = (dist.group.WORLD, mesh)
+    return mesh

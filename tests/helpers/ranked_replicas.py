@@ -1,0 +1,110 @@
+"""What the tests of replicas over several processes run in every process of a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranked import Make, gradients, micro_batches
+from torch import Tensor
+from transplanted import captured_once
+
+from placer import distributed
+from placer.errors import PlacerError
+from placer.schema import Placement
+
+
+def built(make: Make, placement: Placement, training: bool = True, **options: Any) -> Any:
+    """A pipeline with the batch and its target; only pipeline 0 has the weights of seed 0."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    if dist.get_rank() not in range(len(placement.replicas)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+    example = micro_batches(inputs, placement.chunks)[0]
+    with captured_once((make, placement.model_dump_json(), training)):
+        pipeline = distributed.build(
+            model.train(training), placement, example, loss_fn if training else None, **options
+        )
+    return pipeline, inputs, target
+
+
+def step(make: Make, placement: Placement, batches: int = 1, **options: Any) -> dict[str, Any]:
+    """Losses of some batches, whose gradients add up, and then gradients and buffers."""
+    pipeline, inputs, target = built(make, placement, **options)
+    losses = [pipeline.step(inputs, target) for _ in range(batches)]
+    return {
+        "losses": [loss.item() for loss in losses if loss is not None],
+        "gradients": gradients(pipeline),
+        "buffers": {name: buffer.cpu().clone() for name, buffer in pipeline.module.named_buffers()},
+        "stages": [stage.stage_index for stage in pipeline.stages],
+    }
+
+
+def train(
+    make: Make, placement: Placement, steps: int, max_norm: float, path: str, rank: int
+) -> dict[str, Any]:
+    """Steps of SGD with momentum and clipping, a checkpoint, and the whole state in one process."""
+    pipeline, inputs, target = built(make, placement)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, target)
+        pipeline.clip_grad_norm_(max_norm)
+        optimizer.step()
+        losses += [] if loss is None else [loss.item()]
+    pipeline.save(path, optimizer)
+    own = {name: item.detach().cpu() for name, item in pipeline.named_parameters()}
+    return {"losses": losses, "own": own, "state": pipeline.full_state_dict(rank)}
+
+
+def train_on(
+    make: Make, placement: Placement, steps: int, max_norm: float, path: str
+) -> list[float]:
+    """Further steps from a checkpoint, with other replicas."""
+    pipeline, inputs, target = built(make, placement)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5, momentum=0.9)
+    pipeline.load(path, optimizer)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, target)
+        pipeline.clip_grad_norm_(max_norm)
+        optimizer.step()
+        losses += [] if loss is None else [loss.item()]
+    return losses
+
+
+def results(make: Make, placement: Placement) -> Tensor | None:
+    """What the model returns in eval mode, forwards alone."""
+    pipeline, inputs, _ = built(make, placement, training=False)
+    found: Tensor | None = pipeline(inputs)
+    return found
+
+
+def refusal(make: Make, placement: Placement, what: str = "") -> str:
+    """The error of a build or a step that every process refuses.
+
+    Args:
+        make: makes the model.
+        placement: its placement.
+        what: ``hook`` for a hook on a weight, ``group`` for a group of some processes.
+    """
+    options: dict[str, Any] = {}
+    if what == "group":
+        group = dist.new_group([0, 1])
+        if dist.get_rank() > 1:
+            return ""
+        options["group"] = group
+    try:
+        pipeline, inputs, target = built(make, placement, **options)
+        if what == "hook":
+            for parameter in pipeline.parameters():
+                parameter.register_hook(torch.neg)
+        pipeline.step(inputs, target)
+    except PlacerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"

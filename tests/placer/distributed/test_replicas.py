@@ -1,0 +1,181 @@
+"""Replicas over four processes of gloo: losses, gradients and checkpoints are the unsplit
+model's."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranked_models as models
+import ranked_replicas as ranked
+import torch
+import torch.distributed.checkpoint as dcp
+from rank_pool import RankPool
+from replicated import replicated, unsplit_loss
+from torch import nn
+
+from placer.schema import Placement
+
+EXACT = {"atol": 1e-10, "rtol": 1e-10}
+
+
+def placed(make: Any, replicas: int, stages: int, **options: Any) -> Placement:
+    return replicated(make()[0], replicas, stages, **options)
+
+
+def unsplit(make: Any, sizes: Sequence[int], batches: int = 1) -> tuple[list[float], nn.Module]:
+    """Losses of the unsplit model over parts of a batch, and the model with its gradients."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    losses = [unsplit_loss(model, loss_fn, inputs, target, sizes).item() for _ in range(batches)]
+    return losses, model
+
+
+def check_gradients(parts: list[dict[str, Any]], model: nn.Module) -> None:
+    """Every replica has the gradients of the whole batch."""
+    for name, parameter in model.named_parameters():
+        found = [part["gradients"][name] for part in parts if name in part["gradients"]]
+        assert found
+        for gradient in found:
+            torch.testing.assert_close(gradient, parameter.grad, msg=name, **EXACT)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_two_pipelines_of_two_stages_have_the_unsplit_models_gradients(
+    ranks: RankPool, schedule: Any
+) -> None:
+    placement = placed(models.tied_gpt, 2, 2, samples=(2, 2), chunks=2, schedule=schedule)
+    parts = ranks.run(ranked.step, models.tied_gpt, placement, 2)
+    losses, model = unsplit(models.tied_gpt, [8], 2)
+    assert [part["stages"] for part in parts] == [[0], [1], [0], [1]]
+    for part in parts[1::2]:
+        assert part["losses"] == pytest.approx(losses, abs=1e-10)
+    check_gradients(parts, model)
+
+
+def test_four_replicas_with_uneven_shares_weigh_their_samples(ranks: RankPool) -> None:
+    parts = ranks.run(ranked.step, models.chain, placed(models.chain, 4, 1, samples=(3, 1, 2, 2)))
+    losses, model = unsplit(models.chain, [8])
+    for part in parts:
+        assert part["losses"] == pytest.approx(losses, abs=1e-10)
+    check_gradients(parts, model)
+
+
+def test_labels_that_do_not_count_are_weighed_over_all_replicas(ranks: RankPool) -> None:
+    placement = placed(models.padded, 2, 2, samples=(3, 1), chunks=2)
+    parts = ranks.run(ranked.step, models.padded, placement)
+    losses, model = unsplit(models.padded, [8])
+    for part in parts[1::2]:
+        assert part["losses"] == pytest.approx(losses, abs=1e-10)
+    check_gradients(parts, model)
+
+
+def test_replicas_normalise_their_samples_and_keep_the_first_ones_statistics(
+    ranks: RankPool,
+) -> None:
+    sizes = [5, 3]
+    parts = ranks.run(ranked.step, models.auxiliary, placed(models.auxiliary, 2, 2, samples=sizes))
+    losses, model = unsplit(models.auxiliary, sizes)
+    for part in parts[1::2]:
+        assert part["losses"] == pytest.approx(losses, abs=1e-10)
+    check_gradients(parts, model)
+    torch.manual_seed(0)
+    first, inputs, _, _ = models.auxiliary()
+    first(inputs[:5])
+    for part in parts:
+        for name, buffer in part["buffers"].items():
+            torch.testing.assert_close(buffer, first.get_buffer(name), msg=name, **EXACT)
+
+
+def test_training_goes_on_from_a_checkpoint_with_other_replicas_or_unsplit(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = models.tied_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, states = [], []
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses.append(unsplit_loss(model, loss_fn, inputs, target, [8]).item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        states.append({name: item.clone() for name, item in model.state_dict().items()})
+
+    path = str(tmp_path / "checkpoint")
+    placement = placed(models.tied_gpt, 2, 2, samples=(3, 1), chunks=2)
+    parts = ranks.run(ranked.train, models.tied_gpt, placement, 2, 0.1, path, 3)
+    assert parts[1]["losses"] == pytest.approx(losses[:2], abs=1e-10)
+    for first, second in zip(parts[:2], parts[2:], strict=True):
+        assert all(torch.equal(item, second["own"][name]) for name, item in first["own"].items())
+    assert [part["state"] is None for part in parts] == [True, True, True, False]
+    torch.testing.assert_close(parts[3]["state"], states[1], **EXACT)
+
+    others = placed(models.tied_gpt, 4, 1)
+    assert (
+        ranks.run(ranked.train_on, models.tied_gpt, others, 2, 0.1, path)
+        == [pytest.approx(losses[2:], abs=1e-10)] * 4
+    )
+    state = {"model": model.state_dict()}
+    with warnings.catch_warnings():
+        # torch tells that it loads without other processes: that is what is tested
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=path)
+    torch.testing.assert_close(dict(state["model"]), states[1], **EXACT)
+
+
+def test_every_last_stage_has_the_results_of_the_whole_batch(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    model, inputs, _, _ = models.skips()
+    placement = placed(models.skips, 2, 2, samples=(3, 1), chunks=2)
+    found = ranks.run(ranked.results, models.skips, placement)
+    assert found[0] is None and found[2] is None
+    for outputs in found[1::2]:
+        torch.testing.assert_close(outputs, model.eval()(inputs), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("make", "chunks", "what", "message"),
+    [
+        (
+            models.chain,
+            1,
+            "hook",
+            "InputError: parameter '.*' has a hook on its gradient, and replicas of its stage share"
+            " each batch, each of which has a part of that; change parameter.grad",
+        ),
+        (
+            models.chain,
+            1,
+            "group",
+            "InputError: the placement has replicas, and the group has 2 of 4 processes: leave",
+        ),
+        (
+            models.chain,
+            8,
+            "",
+            "InputError: example_inputs have 1 sample for 2 replicas; give one micro-batch of all",
+        ),
+        (
+            models.pairs,
+            1,
+            "",
+            "InputError: process 1 could not combine the losses of micro-batches: BatchError: the "
+            "loss of a batch is not|BatchError: the loss of a batch is not what its micro-batches",
+        ),
+    ],
+)
+def test_what_replicas_do_not_allow_is_refused(
+    ranks: RankPool, make: Any, chunks: int, what: str, message: str
+) -> None:
+    placement = placed(make, 2, 2, chunks=chunks)
+    found = list(filter(None, ranks.run(ranked.refusal, make, placement, what)))
+    assert found and all(re.match(message, one) for one in found), found
+
+
+def test_replicas_need_a_process_for_each_device(ranks: RankPool) -> None:
+    for found in ranks.run(ranked.refusal, models.chain, placed(models.chain, 3, 1)):
+        assert "uses 3 devices (cpu:0, cpu:1, cpu:2), and the group has 4 processes" in found
