@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranked import Make, gradients, micro_batches
+from replicated import replicated
 from torch import Tensor
 from transplanted import captured_once
 
@@ -83,6 +84,16 @@ def results(make: Make, placement: Placement) -> Tensor | None:
     pipeline, inputs, _ = built(make, placement, training=False)
     found: Tensor | None = pipeline(inputs)
     return found
+
+
+def seeds(make: Make, count: int) -> int:
+    """The seed of this process's GPU after two steps, where all were seeded alike."""
+    placement = replicated(make()[0], count, kind="cuda")
+    pipeline, inputs, target = built(make, placement)
+    torch.manual_seed(7)
+    for _ in range(2):
+        pipeline.step(inputs, target)
+    return torch.cuda.initial_seed()
 
 
 def refusal(make: Make, placement: Placement, what: str = "") -> str:

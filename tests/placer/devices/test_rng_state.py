@@ -96,3 +96,15 @@ def test_recorded_passes_draw_in_step_anew_for_each_batch_and_again_after_a_seed
     seen = batches()
     assert all(not torch.equal(one, other) for i, one in enumerate(seen) for other in seen[:i])
     assert all(torch.equal(one, other) for one, other in zip(seen, batches(), strict=True))
+
+
+def test_generators_that_are_seeded_alike_draw_other_numbers_in_each_process() -> None:
+    generators = [torch.Generator() for _ in range(3)]
+    own = [devices.OwnSeed(number) for number in range(3)]
+    drawn = []
+    for seed in (7, 7, 8):
+        for generator, each in zip(generators, own, strict=True):
+            each.set(generator.manual_seed(seed))
+            each.set(generator)  # a step without another seed changes nothing
+        drawn += [generator.initial_seed() for generator in generators]
+    assert drawn[0] == 7 and drawn[:3] == drawn[3:6] and len(set(drawn)) == 6

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import ranked
 import ranked_models as models
+import ranked_replicas
 import torch
 from rank_pool import RankPool
+from replicated import replicated
 
 from placer.capture.capture import capture_graph
+from placer.schema import Schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]
 COUNT = min(4, torch.cuda.device_count())
@@ -66,6 +69,32 @@ def test_gradients_over_nccl_are_the_unsplit_models(
     state = ranked.joined(parts, "buffers")
     for name, buffer in buffers.items():
         torch.testing.assert_close(state[name], buffer, atol=CLOSE, rtol=CLOSE, msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_replicas_over_nccl_have_the_unsplit_models_gradients(
+    gpus: RankPool, schedule: Schedule
+) -> None:
+    stages = 2 if COUNT == 4 else 1
+    replicas = COUNT // stages
+    samples = {2: (3, 1), 3: (2, 1, 1)}[replicas]
+    placement = replicated(
+        models.tied_gpt()[0], replicas, stages, "cuda", samples, 2, schedule=schedule
+    )
+    parts = gpus.run(ranked_replicas.step, models.tied_gpt, placement, 2)
+    losses, gradients, _ = ranked.unsplit_step(models.tied_gpt, 1, 2)
+    for part in parts[stages - 1 :: stages]:
+        assert part["losses"] == pytest.approx(losses, abs=CLOSE)
+    for name, gradient in gradients.items():
+        found = [part["gradients"][name] for part in parts if name in part["gradients"]]
+        assert len(found) == replicas
+        for one in found:
+            torch.testing.assert_close(one, gradient, atol=CLOSE, rtol=CLOSE, msg=name)
+
+
+def test_replicas_drop_other_units(gpus: RankPool) -> None:
+    seeds = gpus.run(ranked_replicas.seeds, models.chain, COUNT)
+    assert len(set(seeds)) == COUNT
 
 
 def test_a_line_against_the_order_of_the_processes_trains_too(gpus: RankPool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from placer.capture.pytrees import flatten
 from placer.distributed.pipeline_head import Head
+from placer.distributed.replicas import Pipelines
 from placer.errors import InputError
 from placer.executor.output_joining import Joining
 from placer.executor.training.loss.loss_weights import Weighing
@@ -35,6 +36,7 @@ def test_a_loss_reads_no_parameter_of_another_process(elsewhere: bool) -> None:
         [3],
         torch.device("cpu"),
         named,
+        Pipelines(),
     )
     if elsewhere:
         with pytest.raises(
