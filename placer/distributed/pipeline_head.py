@@ -31,7 +31,7 @@ class Head:
         structure: of the model's result.
         parcels: the model's flat outputs.
         joining: how results of micro-batches are joined.
-        sizes: samples in each part of a batch: those of each micro-batch follow one another, one
+        sizes: samples in each part of a batch. The parts of a micro-batch follow one another, one
             for each pipeline.
         device: of this process.
         elsewhere: names of the model's parameters in other processes, by identity.

@@ -284,7 +284,7 @@ class Weights:
         self.restore()
 
     def take_buffers(self) -> None:
-        """Overwrite buffers that the layers change by those of the first replica."""
+        """Overwrite buffers that the layers change by the first replica's buffers."""
         if self._replicas is not None:
             self._replicas.take_from_first([self.own[name] for name in self._changed])
 
