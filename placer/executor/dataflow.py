@@ -405,7 +405,8 @@ class DataFlow(nn.Module):
             args: as the model takes them, on any device.
             chunks: the number of micro-batches to cut the batch into, which follow one another
                 through the devices; the placement's number if None. Batch norm then sees
-                micro-batches, as in any pipeline.
+                micro-batches, as in any pipeline. In eval mode and without gradients, replicas
+                share each micro-batch, unless ``chunks=1`` is given.
             batch_options: where the samples of the batch lie, and how results are joined; the
                 flow's own if None.
             kwargs: as the model takes them.
@@ -419,7 +420,8 @@ class DataFlow(nn.Module):
         """
         options = self.batch_options if batch_options is None else batch_options
         count = self.chunks if chunks is None else chunks
-        result, _ = self.calls.run((args, kwargs), count, options, self.output_device)
+        is_shared = chunks != 1
+        result, _ = self.calls.run((args, kwargs), count, options, self.output_device, is_shared)
         if options is not self.batch_options:  # the flow's own may name results of its other calls
             refuse_absent_outputs(options, result)
         return result
@@ -507,16 +509,17 @@ class DataFlow(nn.Module):
     ) -> Generator[Any, None, None]:
         """Run batch after batch without gradients, each behind the others through the devices.
 
-        A batch enters the first device while earlier ones are in later devices. Do not change the
-        model or its map while a stream is open; close it, or exhaust it, before.
+        A batch enters the first device while earlier ones are in later devices. In eval mode,
+        replicated pipelines take turns, each in proportion to its samples. Do not change the model
+        or its map while a stream is open; close it, or exhaust it, before.
 
         Args:
             batches: an iterable of batches, each one tensor, a tuple or list of positional, or a
                 dict of keyword arguments. Their shapes may differ; a shape is recorded as CUDA
                 graphs when it comes for the second time.
             in_flight: batches that are taken from the source before the first result is handed out,
-                and so the most that take memory; two more than there are segments if None. 1 takes
-                none ahead.
+                and so the most that take memory; two more than there are segments in all pipelines
+                if None. 1 takes none ahead.
             compile: let torch.compile make one function of each segment, where that is faster, when
                 a shape comes for the second time. ``flow.compiled`` then says what it gained and
                 ``flow.not_compiled_because`` why it did not. True, or a backend, the same one each

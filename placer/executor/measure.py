@@ -117,7 +117,7 @@ def measure_stream(
     batches = [kwargs if kwargs else args for args, kwargs in given]
 
     def run() -> None:
-        for _ in streams.open(batches, backend=backend, options=options):
+        for _ in streams.open(batches, None, backend, options, has_turns=False):
             pass
 
     kept = Kept(

@@ -10,7 +10,7 @@ Calls that come again are recorded.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
@@ -29,7 +29,6 @@ from placer.errors import InputError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.device_map import device_map_set
 from placer.executor.engine.compiled_segments import Backend
-from placer.executor.engine.fill_drain import even_sizes
 from placer.executor.generation.generations import CancelledError, Generations
 from placer.executor.inference.repeated_calls import RepeatedCalls
 from placer.executor.inference.stream import Streams
@@ -41,6 +40,8 @@ from placer.executor.settings import Settings
 from placer.executor.stage_errors import nothing_held
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.batch_statistics import refuse_uncaptured
+from placer.executor.state.replication import ONE_PIPELINE
+from placer.executor.training.shares import call_sizes
 from placer.schema import BatchOptions
 
 
@@ -87,7 +88,12 @@ class PlacedCalls:
         self.decoding.clear()
 
     def run(
-        self, call: Call, chunks: int, options: BatchOptions, target: torch.device | None
+        self,
+        call: Call,
+        chunks: int,
+        options: BatchOptions,
+        target: torch.device | None,
+        is_shared: bool = False,
     ) -> tuple[Any, torch.device]:
         """Run the model; before the first ``update_flow``, unplaced.
 
@@ -96,6 +102,8 @@ class PlacedCalls:
             chunks: the number of micro-batches.
             options: where the samples of the batch lie, and how results are joined.
             target: the device of results; None for the device of the last layer.
+            is_shared: whether the pipelines of a placement with replicas share each micro-batch, if
+                the call need not be eager. Otherwise the first one runs it.
 
         Returns:
             The model's result, and the device of its tensors.
@@ -111,13 +119,18 @@ class PlacedCalls:
             if self._placed.assignment is None:  # another thread has undone it meanwhile
                 return self._run_unplaced(call)
             weigh = partial(_weigh, options, call)
-            cut = self._cutter.cut(call, options, partial(even_sizes, chunks=chunks), weigh)
+            replication = self._settings.replication
+            if not is_shared or self._must_be_eager():
+                replication = ONE_PIPELINE
+            sizes_of = partial(call_sizes, replication, chunks)
+            cut = self._cutter.cut(call, options, sizes_of, weigh)
             weights = _summed(weigh, cut)
-            captures, results = self._run_recorded(cut)
+            pipelines = [part % replication.count for part in range(len(cut.parts))]
+            captures, results = self._run_recorded(cut, pipelines)
             if captures is None:
                 return self._run_hooked(call, cut, weights, target)
             if results is None:
-                results, place = self._run_segments(captures, cut, target)
+                results, place = self._run_segments(captures, cut, pipelines, target)
             else:
                 place = target or self._placed.plan(captures[0])[1][-1].device
         graphs = [capture.exported for capture in captures]
@@ -280,14 +293,14 @@ class PlacedCalls:
         return self._placed.module(*args, **kwargs), self._settings.output_device
 
     def _run_recorded(
-        self, cut: MicroBatches
+        self, cut: MicroBatches, pipelines: Sequence[int]
     ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
         """Return the captures of a call, and its results if it is recorded.
 
         The captures are None if the call runs through hooks.
         """
         placed, parts = self._placed, cut.parts
-        captures, results = self._run_ahead(cut)
+        captures, results = self._run_ahead(cut, pipelines)
         if results is None:
             # inside it, constants could not be trained with later
             with torch.inference_mode(False):
@@ -303,10 +316,18 @@ class PlacedCalls:
         if results is None and captures is not None and self._can_be_streamed(cut.sizes):
             self._forget_outdated_calls()
             tensors = [part.tensors for part in parts]
-            results = self._repeated.run(captures, tensors, cut.sizes)
+            used = self._used(captures, pipelines)
+            results = self._repeated.run(captures, tensors, cut.sizes, used)
         return captures, results
 
-    def _run_ahead(self, cut: MicroBatches) -> tuple[list[Capture] | None, list[list[Any]] | None]:
+    def _used(self, captures: Sequence[Capture], pipelines: Sequence[int]) -> list[int]:
+        """Return the pipeline of each micro-batch: the first one if others may not run it."""
+        each = zip(captures, pipelines, strict=True)
+        return [one if one and self._placed.has_replicas(capture) else 0 for capture, one in each]
+
+    def _run_ahead(
+        self, cut: MicroBatches, pipelines: Sequence[int]
+    ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
         """Run a call that is recorded, and see meanwhile whether the model has changed.
 
         There are no results if it has.
@@ -317,7 +338,10 @@ class PlacedCalls:
             return None, None
         self._forget_outdated_calls()
         tensors = [part.tensors for part in cut.parts]
-        return captures, self._repeated.ahead(captures, tensors, cut.sizes, known.is_unchanged)
+        used = self._used(captures, pipelines)
+        return captures, self._repeated.ahead(
+            captures, tensors, cut.sizes, used, known.is_unchanged
+        )
 
     def _forget_outdated_calls(self) -> None:
         """Forget which calls came before the map or the captures changed."""
@@ -331,26 +355,38 @@ class PlacedCalls:
         A call that is not cut is recorded only if it runs on GPUs alone: a processor would gain
         nothing.
         """
+        places = self._settings.devices
+        helps = len(sizes) > 1 or all(place.type == "cuda" for place in places)
+        return helps and not self._must_be_eager()
+
+    def _must_be_eager(self) -> bool:
+        """Return whether a call has to be eager, and in the first pipeline.
+
+        It may change the model, autograd or another thread may see it, or weights rest on the host.
+        """
         kept = torch.is_grad_enabled() or devices.has_tangents() or self._placed.module.training
         # Other generations may draw random numbers, which they cannot during a recording.
         # A recording of a stream may also share workspaces of libraries with a generation's.
         kept = kept or self._placed.lock.has_other_blocks or bool(self._settings.resting)
-        places = self._settings.devices
-        helps = len(sizes) > 1 or all(place.type == "cuda" for place in places)
-        return helps and not (kept or self._placed.weights.clones is not None)
+        return kept or self._placed.weights.clones is not None
 
     def _run_segments(
-        self, captures: list[Capture], cut: MicroBatches, target: torch.device | None
+        self,
+        captures: list[Capture],
+        cut: MicroBatches,
+        pipelines: Sequence[int],
+        target: torch.device | None,
     ) -> tuple[list[list[Any]], torch.device]:
         """Run each micro-batch through its segments; return the results and their device."""
-        plans = self._placed.planned(captures)
+        used = self._used(captures, pipelines)
+        plans = self._placed.planned(captures, used)
         place = target or plans[0][1][-1].device
         deferred = self._settings.deferred_batch_norm and self._placed.module.training
         # While the flow is applied, a key/value cache stays with the layers that read it.
         is_applied = self._placed.hooks.stand
         returned = len(captures[0].exported.outputs.paths) if is_applied else None
         parts = [part.tensors for part in cut.parts]
-        looks = self._repeated.looked_at(captures, parts, cut.sizes, self._settings.devices)
+        looks = self._repeated.looked_at(captures, parts, cut.sizes, used, self._settings.devices)
         reading = self._placed.reading(captures)
         with looks if self._can_be_streamed(cut.sizes) else nullcontext(), reading:
             return call_captured(plans, parts, place, deferred, returned), place

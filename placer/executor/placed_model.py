@@ -70,7 +70,7 @@ class PlacedModel:
         self.lock = _lock_of(self.module)
         self.captures = ModelCaptures(self.module, self.difference)
         self.hooks = HookPath(self.module)
-        self._plans: dict[Capture, Planned] = {}
+        self._plans: dict[tuple[Capture, int], Planned] = {}
         self._units: dict[Capture, dict[torch.device, list[Unit]]] = {}
         self._resting_for: Any = None
         self._planned_for: Any = None
@@ -152,16 +152,34 @@ class PlacedModel:
         captures = self.captures.captures([part], needed or self.needs_captures)
         return None if captures is None else captures[0]
 
-    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
+    def has_replicas(self, capture: Capture) -> bool:
+        """Return whether all pipelines may run a capture's batches.
+
+        They have copies of the weights. What layers change, and random numbers, come from the first
+        pipeline.
+        """
+        settings = self._settings
+        if settings.replication.count == 1 or self.module.training or settings.resting:
+            return False
+        known = next(iter(capture.graphs.values()), None)
+        graph = known or self.captures.graph(capture, settings.granularity)
+        return not any(layer.mutated or layer.random for layer in graph.layers)
+
+    def layers(self, capture: Capture, pipeline: int = 0) -> tuple[LayerGraph, list[torch.device]]:
         """Return a capture's layers, grouped by device where possible, and the device of each.
 
         Their state is moved into place.
+
+        Args:
+            capture: the capture.
+            pipeline: of the placement; the first one by default.
         """
         assert self.assignment is not None
         graph = self.captures.graph(capture, self._settings.granularity)
         graph, places = stage_by_stage(graph, self.assignment.of_layers(graph))
-        self.weights.settle(graph, places, self.captures.state(), self._settings.replication)
-        return graph, places
+        replication = self._settings.replication
+        self.weights.settle(graph, places, self.captures.state(), replication)
+        return graph, replication.places(pipeline, places)
 
     def current_state(self, graph: LayerGraph) -> StateLookup:
         """Return the lookup of the state that layers use, after updating clones."""
@@ -195,11 +213,17 @@ class PlacedModel:
             return nullcontext()
         return resting.reading(self._units[captures[0]])
 
-    def plan(self, capture: Capture) -> Planned:
-        """Return the segments of a capture under the map in force, made when first needed."""
+    def plan(self, capture: Capture, pipeline: int = 0) -> Planned:
+        """Return the segments of a capture under the map in force, made when first needed.
+
+        Args:
+            capture: the capture.
+            pipeline: of the placement; the first one by default.
+        """
         self._drop_outdated_plans()
-        if capture not in self._plans:
-            graph, places = self.layers(capture)
+        key = capture, pipeline
+        if key not in self._plans:
+            graph, places = self.layers(capture, pipeline)
             self._drop_outdated_plans()  # if that moved state
             # With replicas most parameters are elsewhere. In training a call is rare, and copies of
             # them would stay in addition to the copies of a training step.
@@ -208,8 +232,8 @@ class PlacedModel:
             parts = segments(graph, places, self.weights.lookup(graph), make_copy)
             if self.hooks.resting is not None:
                 self._units[capture] = self.hooks.resting.attach(parts)
-            self._plans[capture] = graph, with_checkpoints(parts, capture.exported.checkpoints)
-        return self._plans[capture]
+            self._plans[key] = graph, with_checkpoints(parts, capture.exported.checkpoints)
+        return self._plans[key]
 
     def _drop_outdated_plans(self) -> None:
         now = self.assignment, self.captures.times_forgotten, self.weights.version
@@ -217,18 +241,20 @@ class PlacedModel:
             self._plans, self._units, self._planned_for = {}, {}, now
         self.prepare_resting()
 
-    def planned(self, captures: Sequence[Capture]) -> list[Planned]:
+    def planned(self, captures: Sequence[Capture], pipelines: Sequence[int] = ()) -> list[Planned]:
         """Return the segments of each micro-batch, once their state is in place.
 
         Args:
             captures: of each micro-batch.
+            pipelines: of each micro-batch; the first one if empty.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.planned(captures)
+                return self.planned(captures, pipelines)
         self.weights.refresh_clones()
         self.bring_back()
-        plans = [self.plan(capture) for capture in captures]
+        each = pipelines or [0] * len(captures)
+        plans = [self.plan(*item) for item in zip(captures, each, strict=True)]
         for _, parts in plans:
             for part in parts:
                 part.refresh()

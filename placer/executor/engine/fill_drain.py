@@ -11,6 +11,7 @@ between devices are operations of the passes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -38,7 +39,7 @@ def run(
 
     Args:
         pipeline: the segments of each micro-batch (a last, smaller one may have been captured
-            apart).
+            apart). Those of other pipelines are on other devices.
         batches: the values of each, which hold the outputs afterwards.
         gather: returns the context in which a segment of this number runs.
 
@@ -50,17 +51,26 @@ def run(
     trail = Trail()
     for batch in batches:
         batch.trail = trail
-    stages = []
-    for index, segment in enumerate(pipeline[0]):
-        # Nothing is sent between these stages: a MicroBatch moves its values to the device that
-        # reads them, and autograd moves the gradients back.
-        stage = Stage[Slot](segment, (), {}, trail)
-        for parts, batch in zip(pipeline, batches, strict=True):
+    courier = Courier()
+    # Micro-batches of one pipeline share an engine; its segments' devices tell which one it is.
+    engines: dict[tuple[torch.device, ...], Engine[Stage[Slot]]] = {}
+    turns: Counter[tuple[torch.device, ...]] = Counter()
+    seats = []
+    for parts, batch in zip(pipeline, batches, strict=True):
+        places = tuple(segment.device for segment in parts)
+        if places not in engines:
+            # Nothing is sent between these stages: a MicroBatch moves its values to the device that
+            # reads them, and autograd moves the gradients back.
+            stages = [Stage[Slot](segment, (), {}, trail) for segment in parts]
+            engines[places] = Engine(stages, lanes={}, courier=courier)
+        for index, stage in enumerate(engines[places].stages):
             work = partial(_compute, parts[index], batch, partial(gather, index))
             stage.slots.append(Slot(passes={"forward": work}))
-        stages.append(stage)
-    order = _order(pipeline[0], len(batches), gather is not nullcontext)
-    Engine(stages, lanes={}, courier=Courier()).run(order)
+        seats.append((engines[places], turns[places]))
+        turns[places] += 1
+    for item in _order(pipeline[0], len(batches), gather is not nullcontext):
+        engine, turn = seats[item.micro_batch]
+        engine.issue(item, turn)
 
 
 def _compute(

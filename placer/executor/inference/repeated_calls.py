@@ -30,7 +30,9 @@ _LOOKS = {4**power for power in range(1, 8)}
 
 _HOSTS_SHARE = 0.5
 """The host is the bottleneck if issuing a call takes more than this share of its time."""
-_Call: TypeAlias = tuple[tuple[Capture, ...], tuple[Hashable, ...], tuple[int, ...], Hashable]
+_Call: TypeAlias = tuple[
+    tuple[Capture, ...], tuple[Hashable, ...], tuple[int, ...], tuple[int, ...], Hashable
+]
 
 
 class RepeatedCalls:
@@ -51,6 +53,7 @@ class RepeatedCalls:
         captures: Sequence[Capture],
         parts: Sequence[Sequence[Any]],
         weights: Sequence[int],
+        pipelines: Sequence[int],
         is_unchanged: Callable[[], bool],
     ) -> list[list[Any]] | None:
         """Run a recorded call before it is known whether the model is unchanged.
@@ -59,23 +62,28 @@ class RepeatedCalls:
             captures: of each micro-batch, if the model is unchanged.
             parts: the flattened inputs of each.
             weights: samples in each.
+            pipelines: of each.
             is_unchanged: whether the model is unchanged since it was recorded.
 
         Returns:
             The flattened results of each; None if the call is not recorded, or the model has
             changed.
         """
-        call = _call(captures, parts, weights)
+        call = _call(captures, parts, weights, pipelines)
         if call in self._refused or call not in self._seen:
             return None
         try:
             with inference():
-                return self._streams.ahead(list(map(Known, captures, parts)), is_unchanged)
+                return self._streams.ahead(_known(captures, parts, pipelines), is_unchanged)
         except (StageError, torch.OutOfMemoryError):
             return None  # it is run again, as one that is not known
 
     def run(
-        self, captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]
+        self,
+        captures: Sequence[Capture],
+        parts: Sequence[Sequence[Any]],
+        weights: Sequence[int],
+        pipelines: Sequence[int],
     ) -> list[list[Any]] | None:
         """Run a call's micro-batches through the stream.
 
@@ -83,13 +91,14 @@ class RepeatedCalls:
             captures: of each micro-batch.
             parts: the flattened inputs of each.
             weights: samples in each.
+            pipelines: of each.
 
         Returns:
             The flattened results of each. None for a call that comes for the first time. None too
             for a call that failed here before: there was no memory for the recordings, or a layer
             failed, which an eager run names better.
         """
-        call = _call(captures, parts, weights)
+        call = _call(captures, parts, weights, pipelines)
         if call in self._refused:
             return None
         if call not in self._seen:
@@ -97,7 +106,7 @@ class RepeatedCalls:
             return None
         try:
             with inference():
-                return list(self._streams.open(list(map(Known, captures, parts))))
+                return list(self._streams.open(_known(captures, parts, pipelines)))
         except (StageError, torch.OutOfMemoryError) as error:
             self._refused.add(call)
             # Half-made recordings hold memory that the eager run needs.
@@ -125,6 +134,7 @@ class RepeatedCalls:
         captures: Sequence[Capture],
         parts: Sequence[Sequence[Any]],
         weights: Sequence[int],
+        pipelines: Sequence[int],
         places: Sequence[torch.device],
     ) -> Iterator[None]:
         """Run a call that ``run`` did not; now and then measure whether the host is its bottleneck.
@@ -133,9 +143,10 @@ class RepeatedCalls:
             captures: of each micro-batch.
             parts: the flattened inputs of each.
             weights: samples in each.
+            pipelines: of each.
             places: the devices that it runs on.
         """
-        call = _call(captures, parts, weights)
+        call = _call(captures, parts, weights, pipelines)
         if (
             self._uncut.get(call) not in _LOOKS
             or captures[0].exported.input_changes is not None
@@ -154,8 +165,20 @@ class RepeatedCalls:
             self._seen.add(call)
 
 
+def _known(
+    captures: Sequence[Capture], parts: Sequence[Sequence[Any]], pipelines: Sequence[int]
+) -> list[Known]:
+    """Return the micro-batches of a call as batches of a stream."""
+    each = zip(captures, parts, pipelines, strict=True)
+    return [Known(capture, part, pipeline=pipeline) for capture, part, pipeline in each]
+
+
 def _call(
-    captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]
+    captures: Sequence[Capture],
+    parts: Sequence[Sequence[Any]],
+    weights: Sequence[int],
+    pipelines: Sequence[int],
 ) -> _Call:
     """Return the key of a call."""
-    return tuple(captures), tuple(map(shapes, parts)), tuple(weights), autocast.current_dtypes()
+    rows = tuple(captures), tuple(map(shapes, parts)), tuple(weights), tuple(pipelines)
+    return *rows, autocast.current_dtypes()

@@ -58,11 +58,13 @@ class Known(NamedTuple):
         capture: the graph that covers it.
         tensors: the flattened inputs.
         backend: of torch.compile; None where segments run uncompiled.
+        pipeline: of the placement, if stages have replicas.
     """
 
     capture: Capture
     tensors: Sequence[Any]
     backend: Backend | None = None
+    pipeline: int = 0
 
 
 class _OutdatedError(Exception):
@@ -104,6 +106,7 @@ class Streams:
         in_flight: int | None = None,
         backend: Backend | None = None,
         options: BatchOptions | None = None,
+        has_turns: bool = True,
     ) -> Generator[Any, None, None]:
         """Return a stream over these batches; see ``DataFlow.stream``.
 
@@ -113,6 +116,7 @@ class Streams:
                 many as fill the pipeline, and two more.
             backend: of torch.compile; None to compile nothing.
             options: what is declared of the batches.
+            has_turns: whether replicated pipelines take turns; otherwise the first one runs all.
 
         Raises:
             InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is not a
@@ -128,9 +132,8 @@ class Streams:
             require_count("in_flight", in_flight, "batches")
         if options is not None:
             require_batch_options(options)
-        return self._results(
-            iter(batches), in_flight, partial(self._enter, backend=backend, options=options)
-        )
+        enter = partial(self._enter, backend=backend, options=options, has_turns=has_turns)
+        return self._results(iter(batches), in_flight, enter)
 
     def ahead(
         self, batches: Sequence[Known], is_unchanged: Callable[[], bool]
@@ -235,9 +238,13 @@ class Streams:
 
     @staticmethod
     def _wanted(tickets: deque[Ticket]) -> int:
-        """Return how many batches to have on their way: enough to fill the pipeline, and some."""
+        """Return how many batches to have on their way: enough to fill the pipelines, and some."""
         pipeline = tickets[-1].pipeline if tickets else None
-        return 1 if pipeline is None else len(pipeline.stages) + _AHEAD
+        if pipeline is None:
+            return 1
+        # replicated pipelines begin on different devices
+        found = {ticket.pipeline.place for ticket in tickets if ticket.pipeline is not None}
+        return len(found) * len(pipeline.stages) + _AHEAD
 
     def _take(
         self, source: Iterator[Any], number: int, enter: Callable[[Any, int], Ticket]
@@ -266,6 +273,7 @@ class Streams:
         number: int,
         backend: Backend | None = None,
         options: BatchOptions | None = None,
+        has_turns: bool = True,
     ) -> Ticket:
         if isinstance(batch, Known):
             return self._send_off(batch, number, is_flat=True)
@@ -284,7 +292,11 @@ class Streams:
             return Ticket(result=result)
         if declared.outputs:
             refuse_absent_outputs(declared, outline(capture.exported.outputs))
-        return self._send_off(Known(capture, part.tensors, backend), number, is_flat=False)
+        turns = self._settings.replication.turns
+        is_shared = has_turns and placed.has_replicas(capture)
+        pipeline = turns[number % len(turns)] if is_shared else 0
+        known = Known(capture, part.tensors, backend, pipeline)
+        return self._send_off(known, number, is_flat=False)
 
     def _send_off(self, batch: Known, number: int, is_flat: bool) -> Ticket:
         key = self._key(batch)
@@ -304,7 +316,7 @@ class Streams:
 
     def _key(self, batch: Known) -> Hashable:
         target = self._settings.output_device
-        run = batch.capture, self._placed.assignment, target, batch.backend
+        run = batch.capture, self._placed.assignment, target, batch.backend, batch.pipeline
         return *run, shapes(batch.tensors), autocast.current_dtypes()
 
     def _add(self, key: Hashable, batch: Known) -> InferencePipeline:
@@ -313,7 +325,7 @@ class Streams:
         placed = self._placed
         self._pipelines.keep_only(lambda other: placed.captures.holds(other[0]))
         self._pipelines.make_room()
-        graph, places = placed.layers(batch.capture)
+        graph, places = placed.layers(batch.capture, batch.pipeline)
         outputs, target = batch.capture.exported.outputs, self._settings.output_device
         state = placed.current_state(graph)
         shared = state, placed.weights.copies, self.lanes, self.courier

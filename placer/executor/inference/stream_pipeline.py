@@ -47,6 +47,7 @@ class InferencePipeline:
         graph: of the model.
         outputs: structure of the model's result.
         stages: in order.
+        place: the device of the first layer.
         engine: what issues the passes.
         in_turn: whether a batch must have left all stages before the next one enters.
         is_known: whether a batch has gone through all stages, so that every value's shape is known.
@@ -73,6 +74,7 @@ class InferencePipeline:
         parts = segments(graph, places, self._state.lookup)
         self.in_turn = taken_in_turn(parts) is not None
         self.stages = _stages(graph, parts)
+        self.place = places[0] if places else target
         for stage in self.stages:
             # All recordings of a device replay in one lane: they share what libraries keep for
             # their stream, such as workspaces of cuBLAS.

@@ -10,8 +10,10 @@ other pipeline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -61,6 +63,20 @@ class Replication:
     def count(self) -> int:
         """The number of pipelines."""
         return len(self.samples)
+
+    @cached_property
+    def turns(self) -> tuple[int, ...]:
+        """The pipelines that consecutive batches of a stream go to.
+
+        Each takes batches in proportion to its samples.
+        """
+        taken = [0] * self.count
+        order = []
+        for _ in range(sum(self.samples) // math.gcd(*self.samples)):
+            chosen = min(range(self.count), key=lambda one: (taken[one] + 1) / self.samples[one])
+            taken[chosen] += 1
+            order.append(chosen)
+        return tuple(order)
 
     def every_device(self) -> Iterator[torch.device]:
         """Yield all devices that hold replicas."""

@@ -6,7 +6,7 @@ from torch import nn
 
 from placer.capture.layers import LayerGraph
 from placer.errors import InputError
-from placer.executor.engine.fill_drain import micro_batch_sizes
+from placer.executor.engine.fill_drain import even_sizes, micro_batch_sizes
 from placer.executor.state.replication import Replication
 
 
@@ -28,6 +28,21 @@ def part_sizes(replication: Replication, chunks: int, batch: int) -> list[int]:
         if sizes[-1] >= replication.count:
             return [part for size in sizes for part in divided(size, replication.samples)]
     return [part for part in divided(batch, replication.samples) if part]
+
+
+def call_sizes(replication: Replication, chunks: int, batch: int) -> list[int]:
+    """Return the samples in each part of a batch that runs without gradients.
+
+    Without replicas, the sizes of micro-batches differ by one at most.
+
+    Args:
+        replication: the pipelines and their shares of a micro-batch.
+        chunks: wanted number of micro-batches.
+        batch: samples in the batch.
+    """
+    if replication.count == 1:
+        return even_sizes(batch, chunks)
+    return part_sizes(replication, chunks, batch)
 
 
 def divided(size: int, ratios: tuple[int, ...]) -> list[int]:
