@@ -39,7 +39,7 @@ def run(
 
     Args:
         pipeline: the segments of each micro-batch (a last, smaller one may have been captured
-            apart). Those of other pipelines are on other devices.
+            apart). Segments of other pipelines are on other devices.
         batches: the values of each, which hold the outputs afterwards.
         gather: returns the context in which a segment of this number runs.
 
