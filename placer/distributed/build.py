@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 
 from placer import devices
 from placer.capture import input_forms
@@ -438,6 +437,10 @@ def _assemble(
         _stage(module, index, len(cut.stages), training, own_group)
         for index, module in modules.items()
     ]
+    # A process with several stages has passes left, which other processes wait for. Deferred weight
+    # gradients come without a hook.
+    if len(stages) == 1 and not schedules.splits(placed.schedule):
+        stages[0].sums = weights.sums
     leaves = modules[max(modules)].plan.leaves
     owned = nn.Module()
     plant(owned, weights.own, names)
@@ -458,7 +461,7 @@ def _assemble(
         placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None
     )
     return Pipeline(
-        stages,
+        [*stages],
         schedule,
         owned,
         device,
@@ -630,7 +633,7 @@ def _warm_up(device: torch.device, group: dist.ProcessGroup | None) -> None:
 
 def _stage(
     module: StageModule, index: int, count: int, training: bool, group: dist.ProcessGroup | None
-) -> PipelineStage:
+) -> ReportingStage:
     plan = module.plan
     return ReportingStage(
         module,

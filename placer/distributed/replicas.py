@@ -8,17 +8,13 @@
 The processes are a ``DeviceMesh`` of pipelines and stages. Every pipeline takes its samples of each
 micro-batch, and weights their loss as in the whole batch. So the gradients of the whole batch are
 sums over the replicas. Buffers, such as running statistics, come from pipeline 0.
-
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
-2020 (reduction in buckets).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,16 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from placer import devices
-from placer.capture.layers import tensor_bytes
 from placer.capture.pytrees import flatten, outline
 from placer.distributed.ranks import Seat
+from placer.distributed.state.gradient_sums import GradientSums
 from placer.distributed.tensor_codec import as_bytes
-
-BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients that one call reduces; the default of DistributedDataParallel."""
-
-# The number of buckets that are reduced at once, which bounds the memory of their copies.
-_AT_ONCE = 4
 
 # The meshes of each model's pipelines, with the world that they are part of. Process groups hold
 # memory on GPUs, so further pipelines of a model use the same ones.
@@ -74,32 +64,9 @@ class Replicas:
             if dense.data_ptr() != part.data_ptr():
                 part.copy_(dense)
 
-    @torch.no_grad()
-    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of all replicas.
-
-        A parameter that has a gradient in no replica has none afterwards.
-
-        Args:
-            parameters: the same in every replica.
-        """
-        if not parameters:
-            return
-        flags = [float(parameter.grad is not None) for parameter in parameters]
-        counts = torch.tensor(flags, device=self._device)
-        dist.all_reduce(counts, group=self._group)
-        # a replica that has all gradients need not wait for the device
-        known = flags if all(flags) else counts.tolist()
-        reached = [item for item, count in zip(parameters, known, strict=True) if count]
-        pending: list[_Bucket] = []
-        for gradients in _buckets([_dense_gradient(item) for item in reached]):
-            flat = _packed(gradients)
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            pending.append(_Bucket(gradients, flat, work))
-            if len(pending) == _AT_ONCE:
-                pending.pop(0).finish()
-        for bucket in pending:
-            bucket.finish()
+    def gradient_sums(self, parameters: Sequence[Tensor], late: Collection[int]) -> GradientSums:
+        """Return the sums of gradients over all replicas; see ``GradientSums``."""
+        return GradientSums(parameters, late, self._group)
 
     @torch.no_grad()
     def total(self, number: Tensor) -> Tensor:
@@ -152,60 +119,6 @@ class Replicas:
         """
         if tensor.numel():
             dist.broadcast(as_bytes(tensor), rank, group=self._group)
-
-
-class _Bucket(NamedTuple):
-    """Gradients of one type whose sum is computed.
-
-    Attributes:
-        gradients: as real numbers.
-        flat: their elements, in one tensor; a single contiguous gradient itself.
-        work: the reduction.
-    """
-
-    gradients: list[Tensor]
-    flat: Tensor
-    work: Any
-
-    def finish(self) -> None:
-        """Wait for the sum, and write it to the gradients."""
-        self.work.wait()
-        if self.flat.data_ptr() == self.gradients[0].data_ptr():
-            return
-        parts = self.flat.split([gradient.numel() for gradient in self.gradients])  # type: ignore[no-untyped-call]
-        for gradient, part in zip(self.gradients, parts, strict=True):
-            gradient.copy_(part.view(gradient.shape))
-
-
-def _packed(gradients: Sequence[Tensor]) -> Tensor:
-    if len(gradients) == 1 and gradients[0].is_contiguous():
-        return gradients[0].view(-1)
-    return torch.cat([gradient.reshape(-1) for gradient in gradients])
-
-
-def _dense_gradient(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient as real numbers; zeros if it has none."""
-    gradient = parameter.grad
-    if gradient is None:
-        gradient = parameter.grad = torch.zeros_like(parameter)
-    elif gradient.is_sparse:
-        # the replicas' indices differ
-        gradient = parameter.grad = gradient.to_dense()
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients of one type in groups of about ``BUCKET_BYTES``, the same in each replica."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    sizes: Counter[torch.dtype] = Counter()
-    for gradient in gradients:
-        kind = gradient.dtype
-        groups.setdefault(kind, []).append(gradient)
-        sizes[kind] += tensor_bytes(gradient)
-        if sizes[kind] >= BUCKET_BYTES:
-            yield groups.pop(kind)
-            del sizes[kind]
-    yield from groups.values()
 
 
 @dataclass(frozen=True)

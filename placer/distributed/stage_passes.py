@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
 from placer.distributed.stage import StageModule
+from placer.distributed.state.gradient_sums import GradientSums
 from placer.executor.stage_errors import Place, explain
 from placer.utils.error_translation import ErrorTranslation
 
@@ -14,9 +16,15 @@ from placer.utils.error_translation import ErrorTranslation
 class ReportingStage(PipelineStage):
     """A library stage that reports failures like ``DataFlow``.
 
+    Attributes:
+        sums: of gradients over replicas, which begin in the last backward pass; None to begin after
+            it.
+
     Raises:
         StageError: if a pass failed; it names stage, device, layer and micro-batch.
     """
+
+    sums: GradientSums | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         """Run one micro-batch forward."""
@@ -25,7 +33,9 @@ class ReportingStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         """Run one micro-batch backward."""
-        with self._explained(bwd_chunk_id, "backward"):
+        is_last = self.sums is not None and options.get("last_backward", False)
+        watched = self.sums.watched() if self.sums is not None and is_last else nullcontext()
+        with self._explained(bwd_chunk_id, "backward"), watched:
             return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
     def _explained(self, micro_batch: int, phase: str) -> ErrorTranslation:

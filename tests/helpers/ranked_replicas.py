@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from ranked import Make, gradients, micro_batches
 from replicated import replicated
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 from transplanted import captured_once
 
 from placer import distributed
@@ -25,18 +30,53 @@ def built(make: Make, placement: Placement, training: bool = True, **options: An
             for parameter in model.parameters():
                 parameter.add_(1)
     example = micro_batches(inputs, placement.chunks)[0]
-    with captured_once((make, placement.model_dump_json(), training)):
+    members = next(iter(placement.replicas.values()))
+    share = members[dist.get_rank() // len(placement.replicas) % len(members)].samples
+    samples = len(example) * share // placement.batch_size
+    with captured_once((make, samples, training)):
         pipeline = distributed.build(
             model.train(training), placement, example, loss_fn if training else None, **options
         )
     return pipeline, inputs, target
 
 
+@contextmanager
+def small_buckets() -> Iterator[Counter[bool]]:
+    """Let buckets of gradients be small, and count sums in a backward pass and outside of one."""
+    calls: Counter[bool] = Counter()
+    is_inside = False
+    backward, all_reduce = PipelineStage.backward_one_chunk, dist.all_reduce
+
+    def noted(*args: Any, **options: Any) -> Any:
+        nonlocal is_inside
+        is_inside = True
+        try:
+            return backward(*args, **options)
+        finally:
+            is_inside = False
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[is_inside] += 1
+        return all_reduce(*args, **options)
+
+    with (
+        mock.patch("placer.distributed.state.gradient_sums.BUCKET_BYTES", 600),
+        mock.patch.object(PipelineStage, "backward_one_chunk", noted),
+        mock.patch.object(dist, "all_reduce", counted),
+    ):
+        yield calls
+
+
 def step(make: Make, placement: Placement, batches: int = 1, **options: Any) -> dict[str, Any]:
-    """Losses of some batches, whose gradients add up, and then gradients and buffers."""
-    pipeline, inputs, target = built(make, placement, **options)
-    losses = [pipeline.step(inputs, target) for _ in range(batches)]
+    """Losses of some batches, whose gradients add up, and then gradients and buffers.
+
+    Also the number of sums that began within backward passes.
+    """
+    with small_buckets() as calls:
+        pipeline, inputs, target = built(make, placement, **options)
+        losses = [pipeline.step(inputs, target) for _ in range(batches)]
     return {
+        "early": calls[True],
         "losses": [loss.item() for loss in losses if loss is not None],
         "gradients": gradients(pipeline),
         "buffers": {name: buffer.cpu().clone() for name, buffer in pipeline.module.named_buffers()},

@@ -164,6 +164,7 @@ class Weights:
         own: the owned tensors by name, moved here; the same objects, unless the model was on meta.
         copies: copies of parameters of other processes.
         empty: whether the model was on meta, so the tensors have no values yet.
+        sums: of gradients over the replicas; None without replicas.
     """
 
     def __init__(
@@ -197,12 +198,13 @@ class Weights:
             if position in users and users[0] != position
         }
         self._trained = [name for name in self._shared if graph.state[name].requires_grad]
-        # the order of the graph, which is the same in every replica
-        self._summed = [
-            name
-            for name in graph.state
-            if replicas is not None and name in self.own and graph.state[name].requires_grad
-        ]
+        self.sums = None
+        if replicas is not None:
+            # the order of the graph, which is the same in every replica
+            names = [name for name in graph.state if name in self.own]
+            summed = [self.own[name] for name in names if graph.state[name].requires_grad]
+            late = {id(self.own[name]) for name in self._trained if name in self.own}
+            self.sums = replicas.gradient_sums(summed, late)
         self._changed = [name for name in self.own if name in sharing.changed]
         self._partial = [
             name
@@ -252,6 +254,8 @@ class Weights:
         self._before = {name: self.own[name].grad for name in self._partial if name in self.own}
         for name in self._before:
             self.own[name].grad = None
+        if self.sums is not None:
+            self.sums.begin()
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -279,8 +283,8 @@ class Weights:
             other = self.own[name].grad is not None or self._before[name] is not None
             if self.own[name].requires_grad and (other or has_gradient.item()):
                 self._add(name, gradient)
-        if self._replicas is not None:
-            self._replicas.sum_gradients([self.own[name] for name in self._summed])
+        if self.sums is not None:
+            self.sums.finish()
         self.restore()
 
     def take_buffers(self) -> None:

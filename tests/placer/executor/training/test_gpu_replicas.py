@@ -129,6 +129,25 @@ def test_replicas_draw_random_numbers_of_their_own(recompute: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["resnet18", "tied gpt"])
+def test_calls_and_streams_without_gradients_use_both_replicas(name: str) -> None:
+    _require(2)
+    model, inputs, _, _ = training_case(name, SAMPLES)
+    whole = copy.deepcopy(model).eval().cuda(0)
+    flow = DataFlow(model.eval())
+    flow.update_flow(replicated(model, 2, kind="cuda", samples=(3, 1), chunks=2))
+    with torch.no_grad():
+        expected = whole(inputs.cuda(0)).cpu()
+        for _ in range(3):  # eagerly, recorded, and replayed
+            torch.testing.assert_close(flow(inputs).cpu(), expected, atol=1e-8, rtol=1e-8)
+    found = torch.cat([one.cpu() for one in flow.stream(inputs.split(1))])
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-8)
+    places = {str(pipeline.place) for pipeline in flow.calls.streams.pipelines()}
+    assert places == {"cuda:0", "cuda:1"}
+
+
+@pytest.mark.gpu
 def test_undo_frees_the_replicas() -> None:
     _require(2)
     # 512 MB, so that the workspaces of libraries, which stay, do not count
