@@ -112,7 +112,8 @@ def main() -> None:
         optimizer.step()
         if loss is not None:
             losses[index] = loss
-    dist.all_reduce(losses)  # the last stage alone knows them
+    # only last stages know the losses; replicas know the same ones
+    dist.all_reduce(losses, dist.ReduceOp.MAX)
 
     path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(path)
