@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranked import Make, gradients, micro_batches
+from ranked import Make, gradients, micro_batches, on_node
 from replicated import replicated
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -21,11 +21,25 @@ from placer.errors import PlacerError
 from placer.schema import Placement
 
 
-def built(make: Make, placement: Placement, training: bool = True, **options: Any) -> Any:
-    """A pipeline with the batch and its target; only pipeline 0 has the weights of seed 0."""
+def built(
+    make: Make,
+    placement: Placement,
+    training: bool = True,
+    first: Sequence[int] = (),
+    **options: Any,
+) -> Any:
+    """A pipeline with the batch and its target; only pipeline 0 has the weights of seed 0.
+
+    Args:
+        make: makes the model.
+        placement: its placement.
+        training: whether the pipeline trains.
+        first: the processes of pipeline 0; those with the lowest ranks if empty.
+        options: of ``build``.
+    """
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
-    if dist.get_rank() not in range(len(placement.replicas)):
+    if dist.get_rank() not in (first or range(len(placement.replicas))):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
@@ -82,6 +96,12 @@ def step(make: Make, placement: Placement, batches: int = 1, **options: Any) -> 
         "buffers": {name: buffer.cpu().clone() for name, buffer in pipeline.module.named_buffers()},
         "stages": [stage.stage_index for stage in pipeline.stages],
     }
+
+
+def on_hosts(make: Make, placement: Placement, hosts: list[str]) -> dict[str, Any]:
+    """A step, where each process is told to be on the host of that name."""
+    with on_node([sorted(set(hosts)).index(host) for host in hosts], hosts):
+        return step(make, placement, first=[hosts.index(host) for host in sorted(set(hosts))])
 
 
 def train(

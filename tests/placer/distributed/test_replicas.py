@@ -67,6 +67,18 @@ def test_four_replicas_with_uneven_shares_weigh_their_samples(ranks: RankPool) -
     check_gradients(parts, model)
 
 
+def test_the_pipelines_of_a_placement_may_be_on_two_hosts(ranks: RankPool) -> None:
+    text = placed(models.chain, 2, 2, samples=(4, 4)).model_dump_json()
+    for index in range(4):
+        # the second stage of each pipeline is on the other host
+        text = text.replace(f"cpu:{index}", f"host{index % 2}/gpu:{index // 2}")
+    placement = Placement.model_validate_json(text.replace("gpu", "cpu"))
+    hosts = ["host0", "host0", "host1", "host1"]
+    parts = ranks.run(ranked.on_hosts, models.chain, placement, hosts)
+    assert [part["stages"] for part in parts] == [[0], [0], [1], [1]]
+    check_gradients(parts, unsplit(models.chain, [8])[1])
+
+
 def test_labels_that_do_not_count_are_weighed_over_all_replicas(ranks: RankPool) -> None:
     placement = placed(models.padded, 2, 2, samples=(3, 1), chunks=2)
     parts = ranks.run(ranked.step, models.padded, placement)
