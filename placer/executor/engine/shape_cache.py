@@ -38,9 +38,13 @@ class LatestShapes(OrderedDict[Hashable, Made]):
             self.move_to_end(key)
         return self.get(key)
 
-    def make_room(self) -> None:
-        """Release what was not used for longest, so that there is room for one more."""
-        while len(self) >= KEPT_SHAPES:
+    def make_room(self, pipelines: int = 1) -> None:
+        """Release what was not used for longest, so that there is room for one more.
+
+        Args:
+            pipelines: that have each shape; each on its own devices, whose memory counts.
+        """
+        while len(self) >= KEPT_SHAPES * pipelines:
             self.let_go(next(iter(self)))
 
     def keep_only(self, is_of_use: Callable[[Any], bool]) -> None:

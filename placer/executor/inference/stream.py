@@ -324,7 +324,7 @@ class Streams:
         # Pipelines of a model that has changed would only take memory.
         placed = self._placed
         self._pipelines.keep_only(lambda other: placed.captures.holds(other[0]))
-        self._pipelines.make_room()
+        self._pipelines.make_room(self._settings.replication.count)
         graph, places = placed.layers(batch.capture, batch.pipeline)
         outputs, target = batch.capture.exported.outputs, self._settings.output_device
         state = placed.current_state(graph)
