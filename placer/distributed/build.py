@@ -249,11 +249,18 @@ class _Placed:
                 "run; give one that was solved without host_memory_bytes, or run this one in one "
                 "process, by DataFlow.update_flow"
             )
+        # a solved placement also names the replicas that recompute
+        first = {
+            replica.device: name
+            for name, members in placement.replicas.items()
+            for replica in members
+        }
+        again = placement.recompute if recompute is None else recompute
         return cls(
             placement.layer_devices,
             placement.chunks if chunks is None else chunks,
             schedule or placement.schedule,
-            frozenset(placement.recompute if recompute is None else recompute),
+            frozenset(first.get(name, name) for name in again),
             options or placement.batch_options,
             Replication.from_placement(placement, lambda name: cast(torch.device, name)),
         )
