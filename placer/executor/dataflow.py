@@ -676,6 +676,7 @@ class DataFlow(nn.Module):
                 other layers; there is a target without a step; ``step`` is not a step of this flow;
                 ``chunks`` is more than the samples; or torch has no such backend.
         """
+        self.settings.refuse_resting("flow.measure")
         if step is None and target is not None:
             raise InputError(
                 "to measure a training step give its target and step=; for inference, neither"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from placer import devices
 from placer.devices import Lane, Mark
 from placer.errors import InputError
-from placer.executor.segments import Segment
+from placer.executor.segments import Segment, Step
 from placer.executor.state.assignment import Assignment
 
 SLOTS = 2
@@ -100,7 +100,7 @@ class Unit:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], slots: Slots, number: int, parts: int = 1
+        self, parameters: Sequence[Tensor], slots: Slots, number: int, parts: int = 1
     ) -> None:
         self.slots, self.number = slots, number
         self.successor: Unit | None = None
@@ -383,21 +383,40 @@ class RestingWeights:
         Returns:
             The units of each device, in the order in which it reads them.
         """
-        found: defaultdict[torch.device, list[Unit]] = defaultdict(list)
+        reading: defaultdict[torch.device, list[tuple[Step, list[int]]]] = defaultdict(list)
         for step in (step for part in parts for step in part.steps):
             positions = [number for number, one in enumerate(step.state) if id(one) in self._ids]
-            if not positions:
-                continue
+            if positions:
+                reading[step.device].append((step, positions))
+        return {place: self._captured_units(place, rows) for place, rows in reading.items()}
+
+    def _captured_units(
+        self, place: torch.device, rows: Sequence[tuple[Step, list[int]]]
+    ) -> list[Unit]:
+        """Return the units of a device's captured layers.
+
+        Args:
+            place: the device.
+            rows: layers, each with the positions of its resting parameters.
+        """
+        size = max(
+            sum(devices.aligned_bytes(step.state[number]) for number in positions)
+            for step, positions in rows
+        )
+        slots = self._slots[place]
+        if size > slots.memory[0].numel():
+            # the capture has layers that consist of several layers of the map
+            slots = Slots(place, size)
+        units: list[Unit] = []
+        for step, positions in rows:
             _refuse_changed([step.layer.state[number] for number in positions], step.layer.mutated)
-            units = found[step.device]
             own = [step.state[number] for number in positions]
-            unit = Unit(own, self._slots[step.device], len(units) % SLOTS)  # type: ignore[arg-type]
-            units.append(unit)
+            unit = Unit(own, slots, len(units) % SLOTS)
             step.foreign = tuple(one for one in step.foreign if one not in positions)
             step.resting = unit, dict(zip(positions, unit.views, strict=True))
-        for units in found.values():
-            in_turn(units)
-        return dict(found)
+            units.append(unit)
+        in_turn(units)
+        return units
 
     @contextmanager
     def reading(self, units: Mapping[torch.device, Sequence[Unit]] | None = None) -> Iterator[None]:
@@ -407,8 +426,9 @@ class RestingWeights:
             units: of a capture; None for a pass through hooks.
         """
         self._refuse_gradients()
-        for place, own in (self._units if units is None else units).items():
-            slots = self._slots[place]
+        used = (self._units if units is None else units).values()
+        for own in used:
+            slots = own[0].slots
             slots.acquire()
             slots.held = [None] * SLOTS
             for unit in own:
@@ -418,9 +438,9 @@ class RestingWeights:
         try:
             yield
         finally:
-            for slots in self._slots.values():
-                slots.release()
-                slots.held = [None] * SLOTS
+            for own in used:
+                own[0].slots.release()
+                own[0].slots.held = [None] * SLOTS
 
     @contextmanager
     def noted(self, note: Note) -> Iterator[None]:

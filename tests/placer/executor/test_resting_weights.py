@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from placer import DataFlow, Placement, devices
 from placer.errors import InputError, PlacementError
+from placer.executor.segments import Segment, Step
 from placer.testing import logical_devices
 
 BLOCKS = 7
@@ -142,6 +144,34 @@ def test_parameters_that_other_layers_share_stay_on_their_device() -> None:
     assert devices.location(model[1].down.weight) == devices.HOST
 
 
+def test_parameters_of_other_classes_are_refused() -> None:
+    class Packed(nn.Parameter):
+        pass
+
+    model = make()
+    model[1].up.weight = Packed(model[1].up.weight.detach())
+    with pytest.raises(PlacementError, match=r"'1\.up\.weight' is a Packed, which cannot rest"):
+        DataFlow(model, inference_only=True).update_flow(placement("1"))
+
+
+def test_a_captured_layer_may_be_larger_than_the_layers_of_the_map() -> None:
+    flow, model, _ = placed("0123")
+    flow(torch.randn(4, 8))
+    resting = flow.placed.hooks.resting
+    assert resting is not None
+    place = torch.device("cpu", 0)
+    state = [*model[0].parameters(), *model[1].parameters()]
+    layer = SimpleNamespace(state=[str(number) for number in range(len(state))], mutated=())
+    step = Step(layer, place, state, tuple(range(len(state))), (), ())  # type: ignore[arg-type]
+    units = resting.attach([Segment(place, [step])])
+    with torch.no_grad(), resting.reading(units):
+        (unit,) = units[place]
+        unit.enter()
+        found = [devices.copy(view, devices.HOST) for view in unit.views]
+        assert all(map(torch.equal, found, state))
+    assert step.foreign == ()
+
+
 def test_gradients_are_refused() -> None:
     model = make()
     flow = DataFlow(model)
@@ -158,6 +188,8 @@ def test_what_does_not_support_resting_parameters_says_so() -> None:
         flow.train_step(nn.MSELoss())
     with pytest.raises(InputError, match=r"flow\.stream does not support parameters that rest"):
         flow.stream([torch.randn(4, 8)])
+    with pytest.raises(InputError, match=r"flow\.measure does not support parameters that rest"):
+        flow.measure(torch.randn(4, 8))
     clones = DataFlow(make(), inference_only=True, enable_clone=True)
     with pytest.raises(PlacementError, match="make the flow without enable_clone"):
         clones.update_flow(placement("0123"))
