@@ -213,15 +213,15 @@ class DataFlow(nn.Module):
 
         Args:
             placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the
-                schedule, ``recompute``, ``in_flight``, and the links whose copies go through the
-                host's memory. None (default) keeps them.
+                schedule, ``recompute``, ``in_flight``, the layers whose parameters rest on the host,
+                and the links whose copies go through the host's memory. None (default) keeps them.
             optimizer: an optimizer, or a list of them, with existing state for the parameters. Its
                 state moves with them, now and later; optimizers of training steps are included
                 automatically.
 
         Raises:
-            PlacementError: if the placement has no layers, names unknown layers or devices, or does
-                not fit into memory.
+            PlacementError: if the placement has no layers, names unknown layers or devices, does
+                not fit into memory, or lets a parameter rest on the host that cannot.
             InputError: if ``optimizer`` is not an optimizer, or the flow is applied at the moment.
         """
         given = optimizer_list(optimizer)
