@@ -213,8 +213,9 @@ class DataFlow(nn.Module):
 
         Args:
             placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the
-                schedule, ``recompute``, ``in_flight``, the layers whose parameters rest on the host,
-                and the links whose copies go through the host's memory. None (default) keeps them.
+                schedule, ``recompute``, ``in_flight``, the layers whose parameters rest on the
+                host, and the links whose copies go through the host's memory. None (default) keeps
+                them.
             optimizer: an optimizer, or a list of them, with existing state for the parameters. Its
                 state moves with them, now and later; optimizers of training steps are included
                 automatically.
