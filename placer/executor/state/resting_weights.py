@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -41,16 +42,21 @@ class Slots:
     Args:
         device: the device.
         size_bytes: of each slot.
+        lock: held by the thread whose work uses the slots; None for a new one.
 
     Attributes:
         device: as given.
+        lock: as given. Passes take turns, but meanwhile a thread may call a part of the model.
         lane: of the copies.
         memory: of each slot, shape ``(size_bytes,)``.
         held: the unit in each slot in passes that are not recorded; None for none.
     """
 
-    def __init__(self, device: torch.device, size_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, size_bytes: int, lock: AbstractContextManager[Any] | None = None
+    ) -> None:
         self.device = device
+        self.lock: Any = RLock() if lock is None else lock
         self.lane = Lane(device, recorded=True)
         with torch.inference_mode(False):
             self.memory = [
@@ -58,11 +64,24 @@ class Slots:
             ]
         self.held: list[Unit | None] = [None] * SLOTS
         self._released: Mark = None
+        # by slot, the work of any thread that has read it since the latest copy
+        self._readers: list[list[Mark]] = [[] for _ in range(SLOTS)]
 
     def acquire(self) -> None:
         """Let copies wait for everything that read the slots before, in whichever stream."""
         self.lane.wait(self._released)
+        for number in range(SLOTS):
+            self.empty(number)
         self.follow()
+
+    def note_read(self, number: int) -> None:
+        """Note that this thread's work so far reads a slot."""
+        self._readers[number].append(Lane(self.device, caller=True).mark())
+
+    def empty(self, number: int) -> None:
+        """Let later copies wait for everything that has read a slot."""
+        self.lane.wait(*self._readers[number])
+        self._readers[number] = []
 
     def follow(self) -> None:
         """Let later copies wait for this thread's work on the device so far."""
@@ -130,6 +149,7 @@ class Unit:
 
     def load(self) -> None:
         """Start copying the parameters in a pass that is not recorded."""
+        self.slots.empty(self.number)
         self._written = self._versions()
         self._mark = self.copied()
         self.slots.held[self.number] = self
@@ -138,7 +158,7 @@ class Unit:
         """Let this thread's later work read the slot, with the parameters in it."""
         slots = self.slots
         if slots.held[self.number] is not self or self._written != self._versions():
-            slots.follow()
+            slots.acquire()
             self.load()
             after = self.successor
             if after is not None and slots.held[after.number] is not after is not self:
@@ -151,8 +171,8 @@ class Unit:
         if self._left < self.parts:
             return
         self._left = 0
+        self.slots.note_read(self.number)
         if self.next is not None:
-            self.slots.follow()
             self.next.load()
 
     def begin(self) -> None:
@@ -228,6 +248,12 @@ class RestingReplay:
             latest[unit.number] = place
         self._before: list[Mark] = []
 
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """The lock to hold while the piece runs."""
+        found: AbstractContextManager[Any] = self._slots.lock
+        return found
+
     def begin(self) -> None:
         """Start the first copies, outside of the recording."""
         self._slots.acquire()
@@ -293,24 +319,32 @@ class ModuleWeights:
         self, unit: Unit, places: Sequence[tuple[nn.Module, str, Tensor]], note: Note
     ) -> None:
         self._unit, self._places, self._note = unit, places, note
-        self._originals: list[Any] = []
+        # a stack, since a module may call itself
+        self._originals: list[list[Any]] = []
 
     def enter(self) -> None:
         """Put the copies in the slot in the parameters' place."""
-        self._unit.enter()
+        lock = self._unit.slots.lock
+        lock.acquire()
+        try:
+            self._unit.enter()
+        except BaseException:
+            lock.release()
+            raise
         self._note(self._unit.entering, self._unit.slots.device)
-        self._originals = [owner._parameters[name] for owner, name, _ in self._places]
+        self._originals.append([owner._parameters[name] for owner, name, _ in self._places])
         for owner, name, view in self._places:
             owner._parameters[name] = view  # type: ignore[assignment]
 
     def leave(self) -> None:
         """Put the parameters back."""
-        originals, self._originals = self._originals, []
-        for (owner, name, _), original in zip(self._places, originals, strict=False):
+        if not self._originals:
+            return  # a hook before it failed
+        for (owner, name, _), original in zip(self._places, self._originals.pop(), strict=True):
             owner._parameters[name] = original
-        if originals:
-            self._unit.leave()
-            self._note(self._unit.leaving, self._unit.slots.device)
+        self._unit.leave()
+        self._note(self._unit.leaving, self._unit.slots.device)
+        self._unit.slots.lock.release()
 
 
 class RestingWeights:
@@ -338,7 +372,8 @@ class RestingWeights:
         for layer in order:
             size = sum(devices.aligned_bytes(parameters[name]) for name in layers[layer])
             sizes[places[layer]] = max(sizes[places[layer]], size)
-        self._slots = {place: Slots(place, size) for place, size in sizes.items()}
+        self._lock = RLock()
+        self._slots = {place: Slots(place, size, self._lock) for place, size in sizes.items()}
         self._units: defaultdict[torch.device, list[Unit]] = defaultdict(list)
         self.by_module: dict[nn.Module, ModuleWeights] = {}
         for layer in order:
@@ -406,7 +441,7 @@ class RestingWeights:
         slots = self._slots[place]
         if size > slots.memory[0].numel():
             # the capture has layers that consist of several layers of the map
-            slots = Slots(place, size)
+            slots = Slots(place, size, self._lock)
         units: list[Unit] = []
         for step, positions in rows:
             _refuse_changed([step.layer.state[number] for number in positions], step.layer.mutated)
@@ -427,20 +462,21 @@ class RestingWeights:
         """
         self._refuse_gradients()
         used = (self._units if units is None else units).values()
-        for own in used:
-            slots = own[0].slots
-            slots.acquire()
-            slots.held = [None] * SLOTS
-            for unit in own:
-                unit.begin()
-            for unit in own[:SLOTS]:
-                unit.load()
-        try:
-            yield
-        finally:
+        with self._lock:
             for own in used:
-                own[0].slots.release()
-                own[0].slots.held = [None] * SLOTS
+                slots = own[0].slots
+                slots.acquire()
+                slots.held = [None] * SLOTS
+                for unit in own:
+                    unit.begin()
+                for unit in own[:SLOTS]:
+                    unit.load()
+            try:
+                yield
+            finally:
+                for own in used:
+                    own[0].slots.release()
+                    own[0].slots.held = [None] * SLOTS
 
     @contextmanager
     def noted(self, note: Note) -> Iterator[None]:

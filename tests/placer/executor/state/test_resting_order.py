@@ -104,6 +104,7 @@ def passes(own: list[Unit]) -> Any:
     slots = own[0].slots
     resting = object.__new__(resting_weights.RestingWeights)
     resting._module, resting._ids = nn.Identity(), set()
+    resting._lock = slots.lock
     resting._slots, resting._units = {slots.device: slots}, {slots.device: own}  # type: ignore[assignment]
     return resting.reading
 
@@ -127,6 +128,20 @@ def test_an_unexpected_order_copies_what_is_missing(world: World, seed: int) -> 
     for _ in range(3):
         with reading():
             run(world, [draw.choice(own) for _ in range(draw.randrange(9))])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_threads_that_call_parts_of_the_model_share_the_slots(world: World, seed: int) -> None:
+    draw = random.Random(seed)
+    own = units(5)
+    reading = passes(own)
+    for _ in range(12):
+        world.caller = draw.choice(["compute", "other", "third"])
+        if draw.random() < 0.2:
+            with reading():
+                run(world, own[: draw.randrange(6)])
+        else:
+            run(world, [draw.choice(own)])
 
 
 def replayed(world: World, pieces: list[list[Unit]]) -> list[RestingReplay]:
