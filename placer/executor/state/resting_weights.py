@@ -142,7 +142,13 @@ class Unit:
 
     def copied(self) -> Mark:
         """Start copying the parameters into the slot; return the mark of the last copy."""
-        with devices.unobserved(), torch.no_grad(), self.slots.lane:
+        with (
+            devices.unobserved(),
+            torch.no_grad(),
+            # Hooks would bring the parameters to the device first, in other memory.
+            torch._C.DisableTorchFunction(),
+            self.slots.lane,
+        ):
             for view, parameter in zip(self.views, self._parameters, strict=True):
                 view.copy_(parameter, non_blocking=True)
         return self.slots.lane.mark()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import DataFlow, Placement, devices
+from placer.devices import tensor_moves
 from placer.errors import InputError, PlacementError
 from placer.executor.segments import Segment, Step
 from placer.testing import logical_devices
@@ -142,6 +143,23 @@ def test_parameters_that_other_layers_share_stay_on_their_device() -> None:
     torch.testing.assert_close(flow(x).cpu(), reference(x))
     assert devices.location(model[1].up.weight) == torch.device("cpu", 0)
     assert devices.location(model[1].down.weight) == devices.HOST
+
+
+def test_hooks_do_not_align_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    flow, _, reference = placed("0123")
+    sizes: list[int] = []
+    moved = tensor_moves.copy
+
+    def noted(tensor: Tensor, device: torch.device, known: object = None) -> Tensor:
+        sizes.append(tensor.numel())
+        return moved(tensor, device, known)
+
+    monkeypatch.setattr(tensor_moves, "copy", noted)
+    x = torch.randn(1, 8)
+    with torch.no_grad(), flow.applied() as applied:
+        found = applied[:4](x)
+    assert sizes == [x.numel()], "only the input moves, from the host"
+    torch.testing.assert_close(found.cpu(), reference[:4](x))
 
 
 def test_parameters_of_other_classes_are_refused() -> None:
