@@ -14,6 +14,7 @@ The views of a slot never move, so recorded passes may read them.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +35,18 @@ SLOTS = 2
 
 Note = Callable[[Callable[[], None], torch.device], None]
 """Notes that a pass does something on a device, in addition to operations of torch."""
+
+
+# Lanes of slots that are gone: a device has few streams that recordings may use.
+_idle_lanes: defaultdict[torch.device, list[Lane]] = defaultdict(list)
+
+
+def _lane_of(owner: Slots) -> Lane:
+    """Return a lane for copies, which others may use once its owner is gone."""
+    idle = _idle_lanes[owner.device]
+    lane = idle.pop() if idle else Lane(owner.device, recorded=True)
+    weakref.finalize(owner, idle.append, lane)
+    return lane
 
 
 class Slots:
@@ -57,7 +70,7 @@ class Slots:
     ) -> None:
         self.device = device
         self.lock: Any = RLock() if lock is None else lock
-        self.lane = Lane(device, recorded=True)
+        self.lane = _lane_of(self)
         with torch.inference_mode(False):
             self.memory = [
                 torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)

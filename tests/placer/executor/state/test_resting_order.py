@@ -6,8 +6,9 @@ what one lane knows of another is what it has waited for.
 
 from __future__ import annotations
 
+import gc
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -79,6 +80,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         return unit.slots.lane.mark()
 
     monkeypatch.setattr(resting_weights, "Lane", Lane)
+    monkeypatch.setattr(resting_weights, "_idle_lanes", defaultdict(list))
     monkeypatch.setattr(Unit, "copied", copied)
     return found
 
@@ -88,6 +90,15 @@ def units(count: int) -> list[Unit]:
     found = [Unit([nn.Parameter(torch.ones(2))], slots, n % 2) for n in range(count)]
     in_turn(found)
     return found
+
+
+def test_slots_that_are_gone_leave_their_lane_to_others(world: World) -> None:
+    first = Slots(torch.device("cpu"), 512)
+    lane = first.lane
+    assert Slots(torch.device("cpu"), 512).lane is not lane
+    del first
+    gc.collect()
+    assert Slots(torch.device("cpu"), 512).lane is lane
 
 
 def run(world: World, order: list[Unit]) -> None:
