@@ -127,8 +127,6 @@ class Unit:
         parts: as given.
         successor: the next unit of the device; None for the last.
         next: the next unit in the same slot; None for the last.
-        entering: notes in a trace that the unit is about to be read.
-        leaving: notes in a trace that it is not needed any more.
     """
 
     def __init__(
@@ -150,8 +148,6 @@ class Unit:
         self._written: list[int] = []
         self._mark: Mark = None
         self._left = 0
-        self.entering = Entering(self)
-        self.leaving = Leaving(self)
 
     def copied(self) -> Mark:
         """Start copying the parameters into the slot; return the mark of the last copy."""
@@ -325,19 +321,37 @@ def in_turn(units: Sequence[Unit]) -> None:
         latest[unit.number] = unit
 
 
+class Noting:
+    """Notes actions for a trace, if there is one.
+
+    Attributes:
+        note: of the trace; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.note: Note | None = None
+
+    def __call__(self, action: Action) -> None:
+        """Note an action."""
+        if self.note is not None:
+            self.note(action, action.unit.slots.device)
+
+
 class ModuleWeights:
     """The resting parameters of one module while it runs through hooks.
 
     Args:
         unit: the parameters of its layer.
         places: each parameter's module, and its name there, in the order of the unit's views.
-        note: notes what happens, in a pass that is traced.
+        noting: notes what happens, in a pass that is traced.
     """
 
     def __init__(
-        self, unit: Unit, places: Sequence[tuple[nn.Module, str, Tensor]], note: Note
+        self, unit: Unit, places: Sequence[tuple[nn.Module, str, Tensor]], noting: Noting
     ) -> None:
-        self._unit, self._places, self._note = unit, places, note
+        self._unit, self._places, self._noting = unit, places, noting
+        # Not in the unit: a cycle of references would keep the slots until a garbage collection.
+        self._entering, self._leaving = Entering(unit), Leaving(unit)
         # a stack, since a module may call itself
         self._originals: list[list[Any]] = []
 
@@ -350,7 +364,7 @@ class ModuleWeights:
         except BaseException:
             lock.release()
             raise
-        self._note(self._unit.entering, self._unit.slots.device)
+        self._noting(self._entering)
         self._originals.append([owner._parameters[name] for owner, name, _ in self._places])
         for owner, name, view in self._places:
             owner._parameters[name] = view  # type: ignore[assignment]
@@ -362,7 +376,7 @@ class ModuleWeights:
         for (owner, name, _), original in zip(self._places, self._originals.pop(), strict=True):
             owner._parameters[name] = original
         self._unit.leave()
-        self._note(self._unit.leaving, self._unit.slots.device)
+        self._noting(self._leaving)
         self._unit.slots.lock.release()
 
 
@@ -379,7 +393,7 @@ class RestingWeights:
 
     def __init__(self, module: nn.Module, assignment: Assignment) -> None:
         self._module = module
-        self._noting: Note | None = None
+        self._noting = Noting()
         parameters = dict(module.named_parameters())
         self._ids = {id(parameters[name]) for name in assignment.resting}
         layers: defaultdict[str, list[str]] = defaultdict(list)
@@ -420,7 +434,7 @@ class RestingWeights:
                 if _is_in(name, path)
             ]
             self.by_module[self._module.get_submodule(path)] = ModuleWeights(
-                unit, owners, self._note
+                unit, owners, self._noting
             )
 
     @property
@@ -500,15 +514,11 @@ class RestingWeights:
     @contextmanager
     def noted(self, note: Note) -> Iterator[None]:
         """Note inside the block when modules begin and end to read their parameters."""
-        before, self._noting = self._noting, note
+        before, self._noting.note = self._noting.note, note
         try:
             yield
         finally:
-            self._noting = before
-
-    def _note(self, action: Callable[[], None], device: torch.device) -> None:
-        if self._noting is not None:
-            self._noting(action, device)
+            self._noting.note = before
 
     def _refuse_gradients(self) -> None:
         """Raise an InputError if a backward pass might read slots, whose weights change."""

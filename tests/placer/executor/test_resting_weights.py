@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -160,6 +162,23 @@ def test_hooks_do_not_align_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         found = applied[:4](x)
     assert sizes == [x.numel()], "only the input moves, from the host"
     torch.testing.assert_close(found.cpu(), reference[:4](x))
+
+
+def test_another_placement_frees_the_slots_at_once() -> None:
+    flow, _, _ = placed("0123")
+    with torch.no_grad(), flow.applied() as applied:
+        applied[1](applied[0](torch.randn(1, 8)))
+    flow(torch.randn(1, 8))
+    resting = flow.placed.hooks.resting
+    assert resting is not None
+    memory = weakref.ref(resting.slots[0].memory[0])
+    del resting
+    gc.disable()
+    try:
+        flow.update_flow(placement("45"))
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_parameters_of_other_classes_are_refused() -> None:

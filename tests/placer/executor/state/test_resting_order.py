@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from placer.executor.state import resting_weights
-from placer.executor.state.resting_weights import RestingReplay, Slots, Unit, in_turn
+from placer.executor.state.resting_weights import (
+    Entering,
+    Leaving,
+    RestingReplay,
+    Slots,
+    Unit,
+    in_turn,
+)
 
 Clock = Counter[str]
 
@@ -158,7 +165,7 @@ def test_threads_that_call_parts_of_the_model_share_the_slots(world: World, seed
 def replayed(world: World, pieces: list[list[Unit]]) -> list[RestingReplay]:
     """Return the copies of pieces that read these units."""
     found = [
-        RestingReplay([one for unit in piece for one in (unit.entering, unit.leaving)])
+        RestingReplay([one for unit in piece for one in (Entering(unit), Leaving(unit))])
         for piece in pieces
     ]
     for replay, piece in zip(found, pieces, strict=True):
@@ -171,9 +178,9 @@ def play(world: World, replay: RestingReplay, piece: list[Unit]) -> None:
     replay.wait()
     replay.restart()
     for unit in piece:
-        replay.act(unit.entering)
+        replay.act(Entering(unit))
         world.read(unit)
-        replay.act(unit.leaving)
+        replay.act(Leaving(unit))
     replay.end()
 
 
