@@ -48,7 +48,8 @@ def load(
 ) -> nn.Module:
     """Load a checkpoint into a model on meta, each tensor straight to its device of a placement.
 
-    ``DataFlow(model).update_flow(placement)`` then finds all weights in place. The files are
+    ``DataFlow(model).update_flow(placement)`` then finds all weights in place; those that rest on
+    the host move into pinned memory there, with at most 1 GiB in addition at a time. The files are
     mapped into memory and read tensor by tensor: apart from weights that are placed on the host,
     the host needs memory for the largest tensor.
 

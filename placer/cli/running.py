@@ -98,6 +98,7 @@ def run(
             "first_token_s": stream.first_token_s,
             "tokens_per_s": stream.tokens_per_s,
             "layer_devices": llm.placement.layer_devices,
+            "resting": llm.placement.resting,
         }
         print(jsons.dumps(answer, indent=1))
     else:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from placer.devices.routes import HOST
+from placer.errors import PlacementError
+from placer.utils.units import bytes_text
 
 BLOCK_BYTES = 1 << 30
 """Bytes of a block. A larger tensor has a block of its own."""
@@ -72,19 +74,33 @@ class PinnedBlocks:
 
         Args:
             tensor: plain, on the host.
+
+        Raises:
+            PlacementError: the host lacks memory.
         """
         size = aligned_bytes(tensor)
         if self._used + size > self._block.numel():
             wanted = max(size, min(BLOCK_BYTES, _power_of_two(self._left)))
-            self._block, self._used = (
-                torch.empty(
-                    wanted, dtype=torch.uint8, device=HOST, pin_memory=torch.cuda.is_available()
-                ),
-                0,
-            )
+            self._block, self._used = self._made(wanted), 0
         (copied,) = views(self._block[self._used : self._used + size], [tensor])
         self._used, self._left = self._used + size, self._left - size
         return copied.copy_(tensor)
+
+    def _made(self, size_bytes: int) -> Tensor:
+        """Return a block.
+
+        Raises:
+            PlacementError: the host lacks memory.
+        """
+        is_pinned = torch.cuda.is_available()
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8, device=HOST, pin_memory=is_pinned)
+        except RuntimeError as error:
+            raise PlacementError(
+                f"the host has no {bytes_text(size_bytes)} of memory more for parameters that rest "
+                f"there, of which {bytes_text(self._left)} are left; give a smaller "
+                "host_memory_bytes, or more memory on the devices"
+            ) from error
 
 
 def _power_of_two(size: int) -> int:

@@ -213,15 +213,16 @@ class DataFlow(nn.Module):
 
         Args:
             placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the
-                schedule, ``recompute``, ``in_flight``, and the links whose copies go through the
-                host's memory. None (default) keeps them.
+                schedule, ``recompute``, ``in_flight``, the layers whose parameters rest on the
+                host, and the links whose copies go through the host's memory. None (default) keeps
+                them.
             optimizer: an optimizer, or a list of them, with existing state for the parameters. Its
                 state moves with them, now and later; optimizers of training steps are included
                 automatically.
 
         Raises:
-            PlacementError: if the placement has no layers, names unknown layers or devices, or does
-                not fit into memory.
+            PlacementError: if the placement has no layers, names unknown layers or devices, does
+                not fit into memory, or lets a parameter rest on the host that cannot.
             InputError: if ``optimizer`` is not an optimizer, or the flow is applied at the moment.
         """
         given = optimizer_list(optimizer)
@@ -679,6 +680,7 @@ class DataFlow(nn.Module):
                 other layers; there is a target without a step; ``step`` is not a step of this flow;
                 ``chunks`` is more than the samples; or torch has no such backend.
         """
+        self.settings.refuse_resting("flow.measure")
         if step is None and target is not None:
             raise InputError(
                 "to measure a training step give its target and step=; for inference, neither"

@@ -191,6 +191,7 @@ class PlacedModel:
         if self.hooks.resting is not None:
             for slots in self.hooks.resting.slots:
                 devices.synchronise(slots.device)
+                slots.held = []  # units refer to their slots
         self.hooks.resting = self._resting_for = self._planned_for = None
         self._plans, self._units = {}, {}
 

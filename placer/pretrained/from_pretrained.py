@@ -97,6 +97,8 @@ def from_pretrained(
         options: what to solve and how to measure, as for ``suggest``; by default objective
             ``latency`` and granularity ``blocks``. Under objective ``generation``, the option
             ``generation`` replaces ``context``.
+            With ``host_memory_bytes``, weights that do not fit on the devices rest in the host's
+            memory.
         fields: single fields of ``options``, for short.
 
     Returns:

@@ -11,7 +11,8 @@ model's code, so that it repeats what a graph would.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,12 +89,25 @@ class TraceReplay:
             work = [_run_later(self, piece)]
             # The operations have just run, so no library needs another warm-up.
             stream = None if streams is None else streams.stream(piece.device)
-            (piece.replay,) = devices.record(
-                work, piece.device, pools=[pool], warm=True, stream=stream
-            )
+            with self._slots_locked():
+                (piece.replay,) = devices.record(
+                    work, piece.device, pools=[pool], warm=True, stream=stream
+                )
 
     def run(self) -> None:
         """Run the pass; the host does not wait for the devices."""
+        with self._slots_locked():
+            self._run()
+
+    @contextmanager
+    def _slots_locked(self) -> Iterator[None]:
+        """Keep other threads from the slots of weights that rest on the host."""
+        with ExitStack() as locks:
+            for resting in self._first:
+                locks.enter_context(resting.lock)
+            yield
+
+    def _run(self) -> None:
         for resting in self._first:
             resting.begin()
         for piece in self.pieces:

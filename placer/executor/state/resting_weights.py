@@ -14,9 +14,11 @@ The views of a slot never move, so recorded passes may read them.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from placer import devices
 from placer.devices import Lane, Mark
 from placer.errors import InputError
-from placer.executor.segments import Segment
+from placer.executor.segments import Segment, Step
 from placer.executor.state.assignment import Assignment
 
 SLOTS = 2
@@ -35,34 +37,64 @@ Note = Callable[[Callable[[], None], torch.device], None]
 """Notes that a pass does something on a device, in addition to operations of torch."""
 
 
+# Lanes of slots that are gone: a device has few streams that recordings may use.
+_idle_lanes: defaultdict[torch.device, list[Lane]] = defaultdict(list)
+
+
+def _lane_of(owner: Slots) -> Lane:
+    """Return a lane for copies, which others may use once its owner is gone."""
+    idle = _idle_lanes[owner.device]
+    lane = idle.pop() if idle else Lane(owner.device, recorded=True)
+    weakref.finalize(owner, idle.append, lane)
+    return lane
+
+
 class Slots:
     """The slots of one device, and the lane of the copies into them.
 
     Args:
         device: the device.
         size_bytes: of each slot.
+        lock: held by the thread whose work uses the slots; None for a new one.
 
     Attributes:
         device: as given.
+        lock: as given. Passes take turns, but meanwhile a thread may call a part of the model.
         lane: of the copies.
         memory: of each slot, shape ``(size_bytes,)``.
         held: the unit in each slot in passes that are not recorded; None for none.
     """
 
-    def __init__(self, device: torch.device, size_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, size_bytes: int, lock: AbstractContextManager[Any] | None = None
+    ) -> None:
         self.device = device
-        self.lane = Lane(device, recorded=True)
+        self.lock: Any = RLock() if lock is None else lock
+        self.lane = _lane_of(self)
         with torch.inference_mode(False):
             self.memory = [
                 torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)
             ]
         self.held: list[Unit | None] = [None] * SLOTS
         self._released: Mark = None
+        # by slot, the work of any thread that has read it since the latest copy
+        self._readers: list[list[Mark]] = [[] for _ in range(SLOTS)]
 
     def acquire(self) -> None:
         """Let copies wait for everything that read the slots before, in whichever stream."""
         self.lane.wait(self._released)
+        for number in range(SLOTS):
+            self.empty(number)
         self.follow()
+
+    def note_read(self, number: int) -> None:
+        """Note that this thread's work so far reads a slot."""
+        self._readers[number].append(Lane(self.device, caller=True).mark())
+
+    def empty(self, number: int) -> None:
+        """Let later copies wait for everything that has read a slot."""
+        self.lane.wait(*self._readers[number])
+        self._readers[number] = []
 
     def follow(self) -> None:
         """Let later copies wait for this thread's work on the device so far."""
@@ -95,12 +127,10 @@ class Unit:
         parts: as given.
         successor: the next unit of the device; None for the last.
         next: the next unit in the same slot; None for the last.
-        entering: notes in a trace that the unit is about to be read.
-        leaving: notes in a trace that it is not needed any more.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], slots: Slots, number: int, parts: int = 1
+        self, parameters: Sequence[Tensor], slots: Slots, number: int, parts: int = 1
     ) -> None:
         self.slots, self.number = slots, number
         self.successor: Unit | None = None
@@ -118,18 +148,23 @@ class Unit:
         self._written: list[int] = []
         self._mark: Mark = None
         self._left = 0
-        self.entering = Entering(self)
-        self.leaving = Leaving(self)
 
     def copied(self) -> Mark:
         """Start copying the parameters into the slot; return the mark of the last copy."""
-        with devices.unobserved(), torch.no_grad(), self.slots.lane:
+        with (
+            devices.unobserved(),
+            torch.no_grad(),
+            # Hooks would bring the parameters to the device first, in other memory.
+            torch._C.DisableTorchFunction(),
+            self.slots.lane,
+        ):
             for view, parameter in zip(self.views, self._parameters, strict=True):
                 view.copy_(parameter, non_blocking=True)
         return self.slots.lane.mark()
 
     def load(self) -> None:
         """Start copying the parameters in a pass that is not recorded."""
+        self.slots.empty(self.number)
         self._written = self._versions()
         self._mark = self.copied()
         self.slots.held[self.number] = self
@@ -138,7 +173,7 @@ class Unit:
         """Let this thread's later work read the slot, with the parameters in it."""
         slots = self.slots
         if slots.held[self.number] is not self or self._written != self._versions():
-            slots.follow()
+            slots.acquire()
             self.load()
             after = self.successor
             if after is not None and slots.held[after.number] is not after is not self:
@@ -151,8 +186,8 @@ class Unit:
         if self._left < self.parts:
             return
         self._left = 0
+        self.slots.note_read(self.number)
         if self.next is not None:
-            self.slots.follow()
             self.next.load()
 
     def begin(self) -> None:
@@ -228,6 +263,12 @@ class RestingReplay:
             latest[unit.number] = place
         self._before: list[Mark] = []
 
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """The lock to hold while the piece runs."""
+        found: AbstractContextManager[Any] = self._slots.lock
+        return found
+
     def begin(self) -> None:
         """Start the first copies, outside of the recording."""
         self._slots.acquire()
@@ -280,37 +321,63 @@ def in_turn(units: Sequence[Unit]) -> None:
         latest[unit.number] = unit
 
 
+class Noting:
+    """Notes actions for a trace, if there is one.
+
+    Attributes:
+        note: of the trace; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.note: Note | None = None
+
+    def __call__(self, action: Action) -> None:
+        """Note an action."""
+        if self.note is not None:
+            self.note(action, action.unit.slots.device)
+
+
 class ModuleWeights:
     """The resting parameters of one module while it runs through hooks.
 
     Args:
         unit: the parameters of its layer.
         places: each parameter's module, and its name there, in the order of the unit's views.
-        note: notes what happens, in a pass that is traced.
+        noting: notes what happens, in a pass that is traced.
     """
 
     def __init__(
-        self, unit: Unit, places: Sequence[tuple[nn.Module, str, Tensor]], note: Note
+        self, unit: Unit, places: Sequence[tuple[nn.Module, str, Tensor]], noting: Noting
     ) -> None:
-        self._unit, self._places, self._note = unit, places, note
-        self._originals: list[Any] = []
+        self._unit, self._places, self._noting = unit, places, noting
+        # Not in the unit: a cycle of references would keep the slots until a garbage collection.
+        self._entering, self._leaving = Entering(unit), Leaving(unit)
+        # a stack, since a module may call itself
+        self._originals: list[list[Any]] = []
 
     def enter(self) -> None:
         """Put the copies in the slot in the parameters' place."""
-        self._unit.enter()
-        self._note(self._unit.entering, self._unit.slots.device)
-        self._originals = [owner._parameters[name] for owner, name, _ in self._places]
+        lock = self._unit.slots.lock
+        lock.acquire()
+        try:
+            self._unit.enter()
+        except BaseException:
+            lock.release()
+            raise
+        self._noting(self._entering)
+        self._originals.append([owner._parameters[name] for owner, name, _ in self._places])
         for owner, name, view in self._places:
             owner._parameters[name] = view  # type: ignore[assignment]
 
     def leave(self) -> None:
         """Put the parameters back."""
-        originals, self._originals = self._originals, []
-        for (owner, name, _), original in zip(self._places, originals, strict=False):
+        if not self._originals:
+            return  # a hook before it failed
+        for (owner, name, _), original in zip(self._places, self._originals.pop(), strict=True):
             owner._parameters[name] = original
-        if originals:
-            self._unit.leave()
-            self._note(self._unit.leaving, self._unit.slots.device)
+        self._unit.leave()
+        self._noting(self._leaving)
+        self._unit.slots.lock.release()
 
 
 class RestingWeights:
@@ -326,7 +393,7 @@ class RestingWeights:
 
     def __init__(self, module: nn.Module, assignment: Assignment) -> None:
         self._module = module
-        self._noting: Note | None = None
+        self._noting = Noting()
         parameters = dict(module.named_parameters())
         self._ids = {id(parameters[name]) for name in assignment.resting}
         layers: defaultdict[str, list[str]] = defaultdict(list)
@@ -338,7 +405,8 @@ class RestingWeights:
         for layer in order:
             size = sum(devices.aligned_bytes(parameters[name]) for name in layers[layer])
             sizes[places[layer]] = max(sizes[places[layer]], size)
-        self._slots = {place: Slots(place, size) for place, size in sizes.items()}
+        self._lock = RLock()
+        self._slots = {place: Slots(place, size, self._lock) for place, size in sizes.items()}
         self._units: defaultdict[torch.device, list[Unit]] = defaultdict(list)
         self.by_module: dict[nn.Module, ModuleWeights] = {}
         for layer in order:
@@ -366,7 +434,7 @@ class RestingWeights:
                 if _is_in(name, path)
             ]
             self.by_module[self._module.get_submodule(path)] = ModuleWeights(
-                unit, owners, self._note
+                unit, owners, self._noting
             )
 
     @property
@@ -383,21 +451,40 @@ class RestingWeights:
         Returns:
             The units of each device, in the order in which it reads them.
         """
-        found: defaultdict[torch.device, list[Unit]] = defaultdict(list)
+        reading: defaultdict[torch.device, list[tuple[Step, list[int]]]] = defaultdict(list)
         for step in (step for part in parts for step in part.steps):
             positions = [number for number, one in enumerate(step.state) if id(one) in self._ids]
-            if not positions:
-                continue
+            if positions:
+                reading[step.device].append((step, positions))
+        return {place: self._captured_units(place, rows) for place, rows in reading.items()}
+
+    def _captured_units(
+        self, place: torch.device, rows: Sequence[tuple[Step, list[int]]]
+    ) -> list[Unit]:
+        """Return the units of a device's captured layers.
+
+        Args:
+            place: the device.
+            rows: layers, each with the positions of its resting parameters.
+        """
+        size = max(
+            sum(devices.aligned_bytes(step.state[number]) for number in positions)
+            for step, positions in rows
+        )
+        slots = self._slots[place]
+        if size > slots.memory[0].numel():
+            # the capture has layers that consist of several layers of the map
+            slots = Slots(place, size, self._lock)
+        units: list[Unit] = []
+        for step, positions in rows:
             _refuse_changed([step.layer.state[number] for number in positions], step.layer.mutated)
-            units = found[step.device]
             own = [step.state[number] for number in positions]
-            unit = Unit(own, self._slots[step.device], len(units) % SLOTS)  # type: ignore[arg-type]
-            units.append(unit)
+            unit = Unit(own, slots, len(units) % SLOTS)
             step.foreign = tuple(one for one in step.foreign if one not in positions)
             step.resting = unit, dict(zip(positions, unit.views, strict=True))
-        for units in found.values():
-            in_turn(units)
-        return dict(found)
+            units.append(unit)
+        in_turn(units)
+        return units
 
     @contextmanager
     def reading(self, units: Mapping[torch.device, Sequence[Unit]] | None = None) -> Iterator[None]:
@@ -407,33 +494,31 @@ class RestingWeights:
             units: of a capture; None for a pass through hooks.
         """
         self._refuse_gradients()
-        for place, own in (self._units if units is None else units).items():
-            slots = self._slots[place]
-            slots.acquire()
-            slots.held = [None] * SLOTS
-            for unit in own:
-                unit.begin()
-            for unit in own[:SLOTS]:
-                unit.load()
-        try:
-            yield
-        finally:
-            for slots in self._slots.values():
-                slots.release()
+        used = (self._units if units is None else units).values()
+        with self._lock:
+            for own in used:
+                slots = own[0].slots
+                slots.acquire()
                 slots.held = [None] * SLOTS
+                for unit in own:
+                    unit.begin()
+                for unit in own[:SLOTS]:
+                    unit.load()
+            try:
+                yield
+            finally:
+                for own in used:
+                    own[0].slots.release()
+                    own[0].slots.held = [None] * SLOTS
 
     @contextmanager
     def noted(self, note: Note) -> Iterator[None]:
         """Note inside the block when modules begin and end to read their parameters."""
-        before, self._noting = self._noting, note
+        before, self._noting.note = self._noting.note, note
         try:
             yield
         finally:
-            self._noting = before
-
-    def _note(self, action: Callable[[], None], device: torch.device) -> None:
-        if self._noting is not None:
-            self._noting(action, device)
+            self._noting.note = before
 
     def _refuse_gradients(self) -> None:
         """Raise an InputError if a backward pass might read slots, whose weights change."""

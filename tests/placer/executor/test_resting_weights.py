@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from placer import DataFlow, Placement, devices
+from placer.devices import tensor_moves
 from placer.errors import InputError, PlacementError
+from placer.executor.segments import Segment, Step
 from placer.testing import logical_devices
 
 BLOCKS = 7
@@ -142,6 +147,68 @@ def test_parameters_that_other_layers_share_stay_on_their_device() -> None:
     assert devices.location(model[1].down.weight) == devices.HOST
 
 
+def test_hooks_do_not_align_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    flow, _, reference = placed("0123")
+    sizes: list[int] = []
+    moved = tensor_moves.copy
+
+    def noted(tensor: Tensor, device: torch.device, known: object = None) -> Tensor:
+        sizes.append(tensor.numel())
+        return moved(tensor, device, known)
+
+    monkeypatch.setattr(tensor_moves, "copy", noted)
+    x = torch.randn(1, 8)
+    with torch.no_grad(), flow.applied() as applied:
+        found = applied[:4](x)
+    assert sizes == [x.numel()], "only the input moves, from the host"
+    torch.testing.assert_close(found.cpu(), reference[:4](x))
+
+
+def test_another_placement_frees_the_slots_at_once() -> None:
+    flow, _, _ = placed("0123")
+    with torch.no_grad(), flow.applied() as applied:
+        applied[1](applied[0](torch.randn(1, 8)))
+    flow(torch.randn(1, 8))
+    resting = flow.placed.hooks.resting
+    assert resting is not None
+    memory = weakref.ref(resting.slots[0].memory[0])
+    del resting
+    gc.disable()
+    try:
+        flow.update_flow(placement("45"))
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
+def test_parameters_of_other_classes_are_refused() -> None:
+    class Packed(nn.Parameter):
+        pass
+
+    model = make()
+    model[1].up.weight = Packed(model[1].up.weight.detach())
+    with pytest.raises(PlacementError, match=r"'1\.up\.weight' is a Packed, which cannot rest"):
+        DataFlow(model, inference_only=True).update_flow(placement("1"))
+
+
+def test_a_captured_layer_may_be_larger_than_the_layers_of_the_map() -> None:
+    flow, model, _ = placed("0123")
+    flow(torch.randn(4, 8))
+    resting = flow.placed.hooks.resting
+    assert resting is not None
+    place = torch.device("cpu", 0)
+    state = [*model[0].parameters(), *model[1].parameters()]
+    layer = SimpleNamespace(state=[str(number) for number in range(len(state))], mutated=())
+    step = Step(layer, place, state, tuple(range(len(state))), (), ())  # type: ignore[arg-type]
+    units = resting.attach([Segment(place, [step])])
+    with torch.no_grad(), resting.reading(units):
+        (unit,) = units[place]
+        unit.enter()
+        found = [devices.copy(view, devices.HOST) for view in unit.views]
+        assert all(map(torch.equal, found, state))
+    assert step.foreign == ()
+
+
 def test_gradients_are_refused() -> None:
     model = make()
     flow = DataFlow(model)
@@ -158,6 +225,8 @@ def test_what_does_not_support_resting_parameters_says_so() -> None:
         flow.train_step(nn.MSELoss())
     with pytest.raises(InputError, match=r"flow\.stream does not support parameters that rest"):
         flow.stream([torch.randn(4, 8)])
+    with pytest.raises(InputError, match=r"flow\.measure does not support parameters that rest"):
+        flow.measure(torch.randn(4, 8))
     clones = DataFlow(make(), inference_only=True, enable_clone=True)
     with pytest.raises(PlacementError, match="make the flow without enable_clone"):
         clones.update_flow(placement("0123"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import generating_models
 import pytest
 import torch
 from resting_models import LAYERS, blocks, pair, placed
 from torch import Tensor
 
+from placer import DataFlow, Placement
 from placer.testing import logical_devices
 
 PLACES = ["cpu:0", "cpu:1"]
@@ -76,5 +78,24 @@ def test_several_generations_take_turns_at_the_slots() -> None:
     flow = placed(model, PLACES, blocks([0, 1, 3, 4, 5]), 3)
     prompts = [ids(seed)[:1] for seed in range(4)]
     found = list(flow.generate_many(prompts, in_flight=2, **OPTIONS))
+    for prompt, text in zip(prompts, found, strict=True):
+        assert text.tolist() == reference.generate(prompt, **OPTIONS).tolist()
+
+
+def test_threads_may_run_an_encoder_while_another_decodes() -> None:
+    model, reference = generating_models.pair("t5")
+    blocks_of = [f"{side}.block.{n}" for side in ("encoder", "decoder") for n in range(2)]
+    names = ["shared", *blocks_of, "encoder.final_layer_norm", "decoder.final_layer_norm"]
+    flow = DataFlow(model, inference_only=True)
+    flow.update_flow(
+        Placement(
+            status="feasible",
+            objective="generation",
+            layer_devices={name: PLACES[int(name.startswith("decoder"))] for name in names},
+            resting=dict.fromkeys(blocks_of, "host"),
+        )
+    )
+    prompts = [ids(seed)[:1] for seed in range(4)]
+    found = list(flow.generate_many(prompts, in_flight=3, **OPTIONS))
     for prompt, text in zip(prompts, found, strict=True):
         assert text.tolist() == reference.generate(prompt, **OPTIONS).tolist()
