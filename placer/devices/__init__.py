@@ -19,6 +19,8 @@ from placer.devices.lanes import (
     start_reading,
 )
 from placer.devices.memory import (
+    PinnedBlocks,
+    aligned_bytes,
     cache_bytes,
     context_bytes,
     counts_bytes,
@@ -28,6 +30,7 @@ from placer.devices.memory import (
     peak_bytes,
     release_cache,
     unused_bytes,
+    views,
 )
 from placer.devices.names import (
     CPU,
@@ -41,7 +44,6 @@ from placer.devices.names import (
     synchronise,
     type_name,
 )
-from placer.devices.pinned_memory import PinnedBlocks, aligned_bytes, views
 from placer.devices.recording import (
     NotRecordable,
     fitting_rooms,

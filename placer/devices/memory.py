@@ -1,16 +1,32 @@
-"""The memory of devices, and the memory that work takes."""
+"""The memory of devices, the memory that work takes, and host memory for weights.
+
+A GPU copies asynchronously only from pinned memory. Torch rounds each pinned allocation up to a
+power of two, so weights that a GPU copies again and again are packed into large blocks, whose sizes
+are powers of two::
+
+    block of 1 GiB    │ up_proj      │ down_proj    │ q_proj │ ... │ unused │
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from placer.devices.names import RECORDING, synchronise
 from placer.devices.recording import recorder
+from placer.devices.routes import HOST
 from placer.utils import host_memory
+
+BLOCK_BYTES = 1 << 30
+"""Bytes of a block of pinned memory. A larger tensor has a block of its own."""
+
+ALIGNMENT_BYTES = 512
+"""Alignment of tensors in a block, which is also the one of torch's allocators for GPUs."""
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
@@ -97,3 +113,71 @@ def release_cache() -> None:
         # freeing device memory would break a recording of another thread off
         with RECORDING:
             torch.cuda.empty_cache()
+
+
+def aligned_bytes(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes in a block."""
+    size = tensor.numel() * tensor.element_size()
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements fill the memory between its first and its last."""
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return prod(tensor.shape) in (extent, 0)
+
+
+def views(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a block, one after another, with the shapes and strides of these tensors.
+
+    Args:
+        memory: bytes, shape ``(N,)``; N is at least the sum of the tensors' ``aligned_bytes``.
+        tensors: plain; those that are not dense get the strides of contiguous tensors.
+    """
+    found, offset = [], 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        flat = memory[offset : offset + size].view(tensor.dtype)
+        dense = is_dense(tensor)
+        found.append(
+            flat.as_strided(tensor.shape, tensor.stride()) if dense else flat.view(tensor.shape)
+        )
+        offset += aligned_bytes(tensor)
+    return found
+
+
+class PinnedBlocks:
+    """Blocks of host memory for tensors, which are copied there one after another.
+
+    Args:
+        size_bytes: the sum of the tensors' ``aligned_bytes``.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = size_bytes
+        self._block, self._used = torch.empty(0, dtype=torch.uint8, device=HOST), 0
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in a block.
+
+        Args:
+            tensor: plain, on the host.
+        """
+        size = aligned_bytes(tensor)
+        if self._used + size > self._block.numel():
+            wanted = max(size, min(BLOCK_BYTES, _power_of_two(self._left)))
+            self._block, self._used = (
+                torch.empty(
+                    wanted, dtype=torch.uint8, device=HOST, pin_memory=torch.cuda.is_available()
+                ),
+                0,
+            )
+        (copied,) = views(self._block[self._used : self._used + size], [tensor])
+        self._used, self._left = self._used + size, self._left - size
+        return copied.copy_(tensor)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
