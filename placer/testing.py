@@ -124,6 +124,8 @@ class _Tags:
     def __init__(self) -> None:
         self._of: dict[int | None, tuple[StorageWeakRef, int]] = {}
         self._writes = 0
+        # Reentrant: a collection of garbage inside may run operations on tensors.
+        self._lock = threading.RLock()
         self.answers = _CopiesAndQueries(self)
         self.leaves = _Leaves(self)
         self.thread = _Thread()
@@ -146,19 +148,20 @@ class _Tags:
             storages = _storages(tensor)
         except (NotImplementedError, RuntimeError):
             return
-        for storage in storages:
-            self._of[storage._cdata] = (
-                StorageWeakRef(storage),  # type: ignore[no-untyped-call]
-                index,
-            )
-        # storages die without notice, so purge their entries now and then
-        self._writes += 1
-        if self._writes % _PURGE_EVERY == 0:
-            self._of = {
-                key: entry
-                for key, entry in list(self._of.items())
-                if not entry[0].expired()  # type: ignore[no-untyped-call]
-            }
+        with self._lock:
+            for storage in storages:
+                self._of[storage._cdata] = (
+                    StorageWeakRef(storage),  # type: ignore[no-untyped-call]
+                    index,
+                )
+            # storages die without notice, so purge their entries now and then
+            self._writes += 1
+            if self._writes % _PURGE_EVERY == 0:
+                self._of = {
+                    key: entry
+                    for key, entry in self._of.copy().items()
+                    if not entry[0].expired()  # type: ignore[no-untyped-call]
+                }
 
     def land(self, tensor: Tensor, device: torch.device) -> None:
         """Record that the tensor was copied to the device."""

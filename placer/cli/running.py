@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsons
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -20,6 +21,38 @@ if TYPE_CHECKING:
 
 OPTIONS = frozenset({"cache", "generation", "host_memory_bytes", "time_limit_s"})
 """The options of ``suggest`` that ``run`` has."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What a checkpoint is placed for, and how it is loaded and runs."""
+
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="longest text in tokens, prompt included, whose keys and values have memory; by"
+            " default 4096 or the model's maximum",
+        ),
+    ] = None
+    objective: Annotated[
+        Literal["latency", "generation"],
+        typer.Option(
+            help="the time of a pass; or of a whole text, with --prompt-tokens and --new-tokens"
+            " instead of --context"
+        ),
+    ] = "latency"
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="compile decoding where that is faster; the first text waits for it"
+        ),
+    ] = False
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="of the parameters, as bfloat16; by default as in the configuration"),
+    ] = None
 
 
 @expanded(SuggestOptions, leave_out=frozenset(SuggestOptions.model_fields) - OPTIONS)
@@ -42,33 +75,8 @@ def run(
     chat: Annotated[
         bool, typer.Option("--chat", help="the prompt is a user's message in a chat")
     ] = False,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="longest text in tokens, prompt included, whose keys and values have memory; by"
-            " default 4096 or the model's maximum",
-        ),
-    ] = None,
-    objective: Annotated[
-        Literal["latency", "generation"],
-        typer.Option(
-            help="the time of a pass; or of a whole text, with --prompt-tokens and --new-tokens"
-            " instead of --context"
-        ),
-    ] = "latency",
-    compile: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="compile decoding where that is faster; the first text waits for it"
-        ),
-    ] = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="of the parameters, as bfloat16; by default as in the configuration"),
-    ] = None,
     *,
+    loading: Loading,
     places: Places,
     words: Words[SuggestOptions],
     json: Annotated[
@@ -81,9 +89,7 @@ def run(
     last line, on stderr, tells the speed.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    llm = _placed(
-        path, places, words, context=context, objective=objective, compile=compile, dtype=dtype
-    )
+    llm = _placed(path, loading, places, words)
     given: Any = [{"role": "user", "content": text}] if chat else text
     stream = llm.stream_text(given, max_new_tokens)
     pieces = []
@@ -112,11 +118,13 @@ def run(
 
 
 @users_code()
-def _placed(path: str, places: Places, words: Words[SuggestOptions], **given: Any) -> Pretrained:
+def _placed(
+    path: str, loading: Loading, places: Places, words: Words[SuggestOptions]
+) -> Pretrained:
     names = places.names()
     usable: dict[Any, int | str] = {**limits(names, places.memory)}
     options = words.read(names)
-    if given["objective"] == "generation" and options.generation is None:
+    if loading.objective == "generation" and options.generation is None:
         raise InputError(
             "--prompt-tokens and --new-tokens are missing; give them with --objective generation"
         )
@@ -124,5 +132,5 @@ def _placed(path: str, places: Places, words: Words[SuggestOptions], **given: An
 
     with profiling_log():
         return from_pretrained(
-            path, devices=names, memory_bytes=usable or None, options=options, **given
+            path, devices=names, memory_bytes=usable or None, options=options, **vars(loading)
         )

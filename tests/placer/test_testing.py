@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from weight_kinds import Scaled
 
-from placer import devices
+from placer import devices, testing
 from placer.errors import InputError
 from placer.testing import MixedDevicesError, _tensors, logical_devices
 
@@ -298,3 +300,22 @@ def test_a_wrapper_is_copied_to_a_device_with_what_it_wraps() -> None:
         assert type(moved) is Scaled
         assert moved.numbers.device == moved.scale.device == moved.device == ONE
         assert (moved @ _on(ONE, 4)).cpu().device == torch.device("cpu")
+
+
+def test_threads_do_not_lose_the_devices_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A purge of dead storages dropped what another thread recorded meanwhile."""
+    monkeypatch.setattr(testing, "_PURGE_EVERY", 2)
+    before = sys.getswitchinterval()
+
+    def places(_: int) -> set[str]:
+        with devices.joined():
+            return {str(devices.location(torch.ones(2, device="cpu:1") + 1)) for _ in range(200)}
+
+    with logical_devices(2), ThreadPoolExecutor(4) as pool:
+        kept = [torch.ones(1, device="cpu:1") for _ in range(500)]
+        sys.setswitchinterval(1e-6)
+        try:
+            found = set().union(*pool.map(places, range(4)))
+        finally:
+            sys.setswitchinterval(before)
+    assert found == {"cpu:1"} and kept

@@ -251,10 +251,8 @@ def _with_shared_transfers(trace: Trace) -> Iterable[Operation]:
         if operation.makes and all(number in trace.constants for number in operation.makes):
             continue  # numbers that the recording keeps
         if not operation.is_transfer or operation.writes:
-            for number in operation.writes:
-                sources = [key for key in first if storages[key[0]] == storages[number]]
-                for key in sources:
-                    del first[key]
+            written = {storages[number] for number in operation.writes}
+            first = {key: copy for key, copy in first.items() if storages[key[0]] not in written}
             yield operation
             continue
         (source,), (target,) = operation.reads, operation.makes

@@ -388,14 +388,25 @@ class TrainingPipeline:
             used = {name for step in part.steps for name in step.layer.state}
             stage.spread = {(pipeline, name) for name in spread & used}
             self.stages.append(stage)
-            joined = {
-                name: self.stages[offset + maker]
-                for maker, piece in enumerate(self._segment_of[:index])
-                if piece == self._segment_of[index]
-                for name in self.stages[offset + maker].writes
-                if name in stage.reads
-            }
-            stage.joined = joined
+            stage.joined = self._joined(stage, self.stages[offset : offset + index])
+
+    def _joined(
+        self, stage: TrainingStage, before: Sequence[TrainingStage]
+    ) -> dict[str, TrainingStage]:
+        """Return by value that a stage reads the stage of the same segment that makes it.
+
+        Args:
+            stage: the reader.
+            before: the earlier stages of its pipeline.
+        """
+        segment = self._segment_of[len(before)]
+        return {
+            name: maker
+            for maker, its in zip(before, self._segment_of, strict=False)
+            if its == segment
+            for name in maker.writes
+            if name in stage.reads
+        }
 
     def _order(self) -> list[Pass]:
         """Return the passes of all pipelines, which take turns so that all devices are at work.
