@@ -49,68 +49,14 @@ class Replication:
             PlacementError: the replicas do not form equal pipelines.
         """
         given = placement.replicas
-        if not given:
-            return cls()
-        samples = _samples_by_pipeline(placement)
-        devices = {
-            device(name): tuple(device(one.device) for one in found)
-            for name, found in given.items()
-        }
-        _refuse_shared_devices(devices)
-        return cls(devices, samples) if len(samples) > 1 else cls()
-
-    @property
-    def count(self) -> int:
-        """The number of pipelines."""
-        return len(self.samples)
-
-    @cached_property
-    def turns(self) -> tuple[int, ...]:
-        """The pipelines that consecutive batches of a stream go to.
-
-        Each takes batches in proportion to its samples.
-        """
-        taken = [0] * self.count
-        order = []
-        for _ in range(sum(self.samples) // math.gcd(*self.samples)):
-            chosen = min(range(self.count), key=lambda one: (taken[one] + 1) / self.samples[one])
-            taken[chosen] += 1
-            order.append(chosen)
-        return tuple(order)
-
-    def every_device(self) -> Iterator[torch.device]:
-        """Yield all devices that hold replicas."""
-        for found in self.devices.values():
-            yield from found
-
-    def of(self, device: torch.device) -> tuple[torch.device, ...]:
-        """Return the devices that hold what the map has on a device, by pipeline."""
-        return self.devices.get(device, (device,) * self.count)
-
-    def places(self, pipeline: int, places: Sequence[torch.device]) -> list[torch.device]:
-        """Return the devices of layers in a pipeline, from those in pipeline 0."""
-        return [self.of(place)[pipeline] for place in places]
-
-
-def _samples_by_pipeline(placement: Placement) -> tuple[int, ...]:
-    """Return the samples of each pipeline in a micro-batch.
-
-    Raises:
-        PlacementError: a stage has no entry, or other numbers of replicas or samples than another.
-    """
-    given = placement.replicas
-    counts = {name: len(found) for name, found in given.items()}
-    if len(set(counts.values())) > 1:
+    counts = placement.replicas_by_stage
+    if len(set(counts)) > 1:
         raise PlacementError(
-            f"stages have different numbers of replicas ({_listed(counts)}), and "
-            "only equal pipelines run: give every device of `layer_devices` as many replicas"
+            f"the stages have different numbers of replicas, {'-'.join(map(str, counts))}, and "
+            "only equal pipelines run: solve with replicas='auto', export the placement with "
+            "placement.export('pipedream'), or give every device of `layer_devices` as many "
+            "replicas"
         )
-    for name in dict.fromkeys(placement.layer_devices.values()):
-        if name not in given:
-            raise PlacementError(
-                f"`replicas` has no entry for {name}, which holds layers; give every device of "
-                "`layer_devices` as many replicas"
-            )
     rows = {name: tuple(one.samples for one in found) for name, found in given.items()}
     (name, samples), *others = rows.items()
     for other, differing in others:
@@ -181,7 +127,3 @@ def owners(
             loads[owner] = loads.get(owner, 0) + tensor_bytes(parameter)
             found[name] = owner
     return found
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in counts.items())

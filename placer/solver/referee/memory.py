@@ -69,6 +69,15 @@ class Memory:
             for device in {where[name] for name in (edge.source, *edge.targets)}:
                 self._edges[device].append(edge)
 
+    @property
+    def request(self) -> PlacementRequest:
+        """The question."""
+        return self._request
+
+    def layers_of(self, device: str) -> list[Layer]:
+        """Return the layers of a device."""
+        return self._layers[device]
+
     def total(
         self, device: str, flight: Flight, again: bool = False, backwards: int | None = None
     ) -> int:

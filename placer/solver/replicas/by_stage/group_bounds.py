@@ -1,0 +1,302 @@
+r"""Lower bounds on stages with numbers of replicas of their own, by dynamic programming.
+
+For layers i to j - 1 on m replicas, U units in each of c micro-batches, k = U / m, and the forward
+and backward times F and B and the weight-gradient times W of a unit::
+
+    work(i, j, m)   = k (F + B)                            what a device computes for a micro-batch
+    way(i, j, m)    = k (F + B - W') + transfers at j      W' = W under zero-bubble, else 0
+    slot(i, j, m)  >= optimizer / m  +  max(0, reduce - last pass)  +  max(0, gather - first pass)
+
+A stage computes all micro-batches, and its first and last one also pass through all stages before
+it. Between two steps the first stage has its slot. So for stages s, numbered from 0, a steady-state
+step takes at least::
+
+    slot(0) + max over s of ( way(0) + ... + way(s - 1) + c (work(s) - k W') )
+    max over s of ( c work(s) + slot(s) )
+    max over borders of c * transfer in one direction
+
+and an isolated step at least the same, with slot(s) of the same stage in place of slot(0). The
+smallest such value over all ends of stages and numbers of replicas is exact, from the last layer
+back. With the layers from i on, and d devices::
+
+    A(i, d) = min over j, m of  max( c (work(i, j, m) - k W'),  way(i, j, m) + A(j, d - m) )
+    B(i, d) = min over j, m of  max( c work(i, j, m) + slot(i, j, m),  B(j, d - m) )
+
+Under objective ``throughput`` the second one, with the load of ``group_costs.py``, is the objective
+itself where links are alike. Messages count over the fastest link. Stages whose state and saved
+tensors exceed a device's memory are left out.
+
+Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
+section 3.1 (the dynamic program over layers and devices).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver import pipelines
+from placer.solver.problem import ROUNDING, Problem
+from placer.solver.replicas.by_stage.group_costs import GroupModel
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
+from placer.solver.replicas.replication import loaded_rate
+
+Table = NDArray[np.float64]
+"""By first layer of a stage and by its end, as positions in ``GroupBounds.ends``."""
+
+
+class Part(NamedTuple):
+    """The first stages of a plan, up to some layer.
+
+    Attributes:
+        bound: a lower bound on every plan that begins so.
+        stages: starts and ends, as positions, and numbers of replicas.
+        devices: that are left.
+        way_ms: of the stages.
+        first: the value that is added to the first bound: the slot of the first stage.
+        most: the largest terms of both bounds.
+    """
+
+    bound: float
+    stages: tuple[tuple[int, int, int], ...]
+    devices: int
+    way_ms: float = 0.0
+    first: float = 0.0
+    most: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def position(self) -> int:
+        """The end of the last stage."""
+        return self.stages[-1][1] if self.stages else 0
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """The terms of stages with one number of replicas.
+
+    Attributes:
+        work_ms: of all micro-batches, as the first bound counts it.
+        way_ms: of one micro-batch.
+        whole_ms: of all micro-batches and the slot, as the second bound counts them.
+        slot_ms: between two steps.
+    """
+
+    work_ms: Table
+    way_ms: Table
+    whole_ms: Table
+    slot_ms: Table
+
+
+class GroupBounds:
+    """The bounds of one model of costs.
+
+    Args:
+        model: of a schedule and a number of units.
+        counts: the possible numbers of replicas; each divides the units of the model.
+        ends: the layers at which stages may begin or end, from 0 to the number of layers.
+        devices: how many there are.
+    """
+
+    def __init__(
+        self, model: GroupModel, counts: Sequence[int], ends: Sequence[int], devices: int
+    ) -> None:
+        self._model, self._problem = model, model.problem
+        self.counts, self.devices = tuple(counts), devices
+        self.ends = np.array(ends)
+        self._is_step = self._problem.request.objective == "step"
+        self._steady = pipelines.is_steady_state(self._problem)
+        self._terms = {count: self._terms_of(count) for count in self.counts}
+
+    def first(self) -> Part:
+        """Return the plan without stages yet, with the bound of all plans."""
+        begin = Part(0.0, (), self.devices)
+        bounds, _ = self._next_bounds(begin)
+        return begin._replace(bound=float(bounds.min(initial=np.inf)))
+
+    def following(self, part: Part) -> Iterator[Part]:
+        """Yield the plans with one more stage, lowest bound first."""
+        bounds, seconds = self._next_bounds(part)
+        usable, at = self._usable(part), part.position
+        flat = bounds.ravel()
+        for index in np.argsort(flat, kind="stable"):
+            if flat[index] == np.inf:
+                return
+            number, stop = divmod(int(index), len(self.ends))
+            count = usable[number]
+            own = self._terms[count]
+            is_begin = self._steady and not part.stages
+            yield Part(
+                float(flat[index]),
+                (*part.stages, (at, stop, count)),
+                part.devices - count,
+                part.way_ms + float(own.way_ms[at, stop]),
+                float(own.slot_ms[at, stop]) if is_begin else part.first,
+                (
+                    max(part.most[0], part.way_ms + float(own.work_ms[at, stop])),
+                    float(seconds[number, stop]),
+                ),
+            )
+
+    def _usable(self, part: Part) -> list[int]:
+        return [count for count in self.counts if count <= part.devices]
+
+    def _next_bounds(self, part: Part) -> tuple[Table, Table]:
+        """Return, by number of replicas and end, the bound with that stage, and its second term."""
+        rows, others = [], []
+        at = part.position
+        for count in self._usable(part):
+            own, left = self._terms[count], part.devices - count
+            second = np.maximum(part.most[1], own.whole_ms[at])
+            whole = np.maximum(second, self._whole[left])
+            if self._is_step:
+                first = np.maximum(
+                    max(part.most[0], 0.0),
+                    part.way_ms
+                    + np.maximum(own.work_ms[at], own.way_ms[at] + self._work[left]),
+                )
+                extra = own.slot_ms[at] if self._steady and not part.stages else part.first
+                whole = np.maximum(whole, first + extra)
+            rows.append(whole * (1 - ROUNDING))
+            others.append(second)
+        if not rows:
+            empty = np.full((0, len(self.ends)), np.inf)
+            return empty, empty
+        return np.array(rows), np.array(others)
+
+    # The tables
+
+    @cached_property
+    def _work(self) -> Table:
+        """A, by number of devices and first layer."""
+        return self._least({count: (one.work_ms, one.way_ms) for count, one in self._terms.items()})
+
+    @cached_property
+    def _whole(self) -> Table:
+        """B, by number of devices and first layer."""
+        zero = np.zeros((len(self.ends), len(self.ends)))
+        return self._least({count: (one.whole_ms, zero) for count, one in self._terms.items()})
+
+    def _least(self, terms: dict[int, tuple[Table, Table]]) -> Table:
+        found = np.full((self.devices + 1, len(self.ends)), np.inf)
+        found[:, -1] = -np.inf  # no stage is left
+        for devices in range(1, self.devices + 1):
+            best = found[devices - 1].copy()
+            for count, (own, added) in terms.items():
+                if count <= devices:
+                    reached = np.maximum(own, added + found[devices - count][None, :])
+                    best = np.minimum(best, reached.min(axis=1))
+            best[-1] = -np.inf
+            found[devices] = best
+        return found
+
+    def _sums(self, sizes: Sequence[float]) -> Table:
+        """Return the sums over the layers of each stage."""
+        totals = np.concatenate([[0.0], np.cumsum(np.array(sizes, dtype=float))])[self.ends]
+        return np.asarray(totals[None, :] - totals[:, None])
+
+    @cached_property
+    def _layers(self) -> dict[str, Table]:
+        """Sums of a unit over layers, by name."""
+        problem, layers = self._problem, range(len(self._problem.layers))
+        kind = problem.devices[0].type
+        weights = [pipelines.weight_grad_ms(problem, layer, 0) for layer in layers]
+        return {
+            "forward": self._sums([problem.forward_ms[layer][0] for layer in layers]),
+            "backward": self._sums([problem.backward_ms[layer][0] for layer in layers]),
+            "weights": self._sums(weights if problem.weights_apart else [0.0] * len(weights)),
+            "last pass": self._sums(
+                weights
+                if problem.weights_apart
+                else [layer.backward_ms[kind] for layer in problem.layers]
+            ),
+            "optimizer": self._sums([pipelines.optimizer_ms(problem, one, 0) for one in layers]),
+            "gradients": self._sums([layer.grad_bytes for layer in problem.layers]),
+        }
+
+    @cached_property
+    def _transfers(self) -> tuple[Table, Table]:
+        """By end of a stage, the time of a unit's values there and of their gradients back."""
+        there = np.zeros(len(self._problem.layers) + 1)
+        back = np.zeros_like(there)
+        links = [link for row in self._problem.links for link in row if link is not None]
+        for value in self._problem.values:
+            last = max(value.readers, default=value.source)
+            crossed = slice(value.source + 1, last + 1)
+            there[crossed] += min((one.transfer_ms(value.bytes) for one in links), default=0.0)
+            if value.gradient_bytes:
+                back[crossed] += min(
+                    (one.transfer_ms(value.gradient_bytes) for one in links), default=0.0
+                )
+        return there[self.ends], back[self.ends]
+
+    def _terms_of(self, count: int) -> _Terms:
+        problem, layers = self._problem, self._layers
+        units, chunks = self._model.units // count, problem.request.chunks
+        reduce, gather = self._byte_ms(count)
+        possible = self._possible(count)
+        compute = layers["forward"] + layers["backward"]
+        there, back = self._transfers
+        if not self._is_step:
+            exchange = layers["gradients"] * (reduce + gather) / chunks
+            send = there[None, :] + back[:, None]
+            receive = there[:, None] + back[None, :]
+            if problem.request.transfers == "overlapped":
+                load = np.maximum(units * compute + exchange, units * np.maximum(send, receive))
+            else:
+                load = units * (compute + send + receive) + exchange
+            load = np.where(possible, load / self._model.units, np.inf)
+            return _Terms(load, load, load, load)
+        slot = layers["optimizer"] / count
+        if count > 1:
+            exposed = reduce * layers["gradients"] - layers["last pass"]
+            waits = gather * layers["gradients"] - layers["forward"]
+            slot = slot + np.maximum(exposed, 0.0) + np.maximum(waits, 0.0)
+        input_ms = units * (compute - layers["weights"])
+        lanes = chunks * units * np.maximum(there, back)[None, :]
+        work = chunks * input_ms
+        whole = np.maximum(chunks * units * compute + slot, lanes)
+        if not self._steady:
+            work = work + slot
+        return _Terms(
+            np.where(possible, work, np.inf),
+            input_ms + units * (there + back)[None, :],
+            np.where(possible, whole, np.inf),
+            np.where(possible, slot, np.inf),
+        )
+
+    def _byte_ms(self, count: int) -> tuple[float, float]:
+        """Return the least time of a byte of gradients to reduce, and to gather, over any links."""
+        links = list(self._model.cluster.values())
+        if count == 1 or not links:
+            return 0.0, 0.0
+        rates = [
+            max(loaded_rate(link, computing).bandwidth_bytes_per_s for link in links)
+            for computing in (True, False)
+        ]
+        part = 1e3 * (count - 1) / count
+        return part * (1 / rates[0] + 3 / ADD_BYTES_PER_S), part / rates[1]
+
+    def _possible(self, count: int) -> NDArray[np.bool_]:
+        """Return which stages have layers, and are not certain to exceed a limit."""
+        problem = self._problem
+        starts, stops = self.ends[:, None], self.ends[None, :]
+        found = starts < stops
+        if problem.most_layers is not None:
+            found &= stops - starts <= problem.most_layers
+        units = self._model.units // count
+        layers = range(len(problem.layers))
+        held = self._sums([_least_bytes(problem, layer, count, units) for layer in layers])
+        return np.asarray(found & (held <= problem.devices[0].usable_bytes))
+
+
+def _least_bytes(problem: Problem, index: int, count: int, units: int) -> int:
+    """Return the least memory of a layer on one of several replicas."""
+    layer = problem.layers[index]
+    state = layer.param_bytes + layer.buffer_bytes + layer.grad_bytes
+    state += -(-layer.optimizer_bytes // count)
+    return state + (0 if problem.may_recompute else units * layer.saved_bytes)

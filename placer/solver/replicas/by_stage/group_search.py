@@ -1,0 +1,294 @@
+"""The search for stages that each have a number of replicas of their own, best bound first.
+
+    for every measured size, schedule and units of a micro-batch: a model of costs, with bounds
+    plans grow by one stage at a time, the plan with the lowest bound first
+    a plan of all layers has its costs computed, on devices that are neighbours
+    plans whose bound is not below the best objective are left out
+
+Of a chain of layers on alike devices with alike links, the bounds hold for every plan. Elsewhere
+the plans are cuts of the profile's order, and the caller's bound holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import gcd, inf
+
+from placer.schema import PlacementRequest, Profile, Schedule
+from placer.schema.base import PROVEN_GAP
+from placer.solver.problem import Problem
+from placer.solver.replicas.by_stage.group_bounds import GroupBounds, Part
+from placer.solver.replicas.by_stage.group_costs import Group, GroupCosts, GroupModel, units_of
+from placer.solver.step.choices import TRAINING, question
+
+MOST_ENDS = 300
+"""The most places where stages may begin: tables of more take seconds for each model."""
+
+LOOKS = 1_000
+"""The most plans that are looked at after the best ones, to find one that can be compared."""
+
+MOST_UNITS = 5_040
+"""The most units of a micro-batch: the least common multiple of 1 to 10, less a factor. More are
+only needed by numbers of replicas that have next to no common divisor."""
+
+Open = tuple[float, int, int, "GroupChoice", Part, Iterator[Part]]
+
+
+@dataclass(eq=False)
+class GroupChoice:
+    """One measured size, schedule and number of units in a micro-batch.
+
+    Attributes:
+        model: of its costs.
+        bounds: of its plans.
+        bound: the lowest bound of its plans that are left out or still open.
+        groups: of the best plan; None without one.
+        costs: of the best plan.
+    """
+
+    model: GroupModel
+    bounds: GroupBounds
+    bound: float = inf
+    groups: tuple[Group, ...] | None = None
+    costs: GroupCosts | None = None
+
+    @property
+    def value(self) -> float:
+        """The objective of the best plan."""
+        return inf if self.costs is None else self.costs.value
+
+    @property
+    def request(self) -> PlacementRequest:
+        """The question, of one unit on all devices."""
+        return self.model.problem.request
+
+
+@dataclass
+class GroupSearch:
+    """The search for the best plan.
+
+    Attributes:
+        request: the question.
+        is_over: whether the time is over.
+        least: a bound that holds for every plan.
+        choices: with their best plans.
+        bound: a bound on all plans but the best one.
+    """
+
+    request: PlacementRequest
+    is_over: Callable[[], bool]
+    least: float
+    choices: list[GroupChoice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.bound = self.least
+        self._problem = Problem.from_request(self.request)
+        self._cluster = {(link.source, link.target): link for link in self.request.placed_on.links}
+        self._is_exact = _is_chain(self._problem) and self._problem.one_link is not None
+        rules = self.request.constraints
+        self._most = min(rules.max_devices or inf, len(self.request.devices))
+
+    def applies(self) -> bool:
+        """Return whether all devices are alike, and stages are contiguous."""
+        kinds = {
+            (device.type, device.usable_bytes, rule)
+            for device, rule in zip(
+                self._problem.devices, self._problem.recompute, strict=True
+            )
+        }
+        return (
+            len(kinds) == 1
+            and self.request.constraints.contiguous is not False
+            and self._most > 2
+            and len(self._problem.layers) > 1
+        )
+
+    def search(self, known: float) -> None:
+        """Search for plans that are better than a known objective.
+
+        Args:
+            known: an objective; plans that are not below it are left out.
+        """
+        heap: list[Open] = []
+        numbers = itertools.count()
+        models = self._models()
+        for choice in models:
+            self.choices.append(choice)
+            begin = choice.bounds.first()
+            if begin.bound < inf:
+                heap.append((begin.bound, 0, next(numbers), choice, begin, iter(())))
+            if self.is_over():
+                break
+        is_complete = next(models, None) is None
+        heapq.heapify(heap)
+        looks = 0
+        while heap and not self.is_over():
+            # at least one plan, to be compared
+            if heap[0][0] >= self._limit(known) and (looks >= LOOKS or self.best is not None):
+                break
+            looks += 1
+            _, _, _, choice, part, siblings = heapq.heappop(heap)
+            self._open(heap, next(numbers), choice, siblings)
+            if part.position == len(choice.bounds.ends) - 1:
+                self._offer(choice, part)
+            else:
+                self._open(heap, next(numbers), choice, choice.bounds.following(part))
+        for bound, _, _, choice, _, _ in heap:
+            choice.bound = min(choice.bound, max(bound, self.least))
+        if not self._is_exact and self.choices:
+            for choice in self.choices:
+                choice.bound = self.least
+        elif is_complete:
+            self.bound = min((choice.bound for choice in self.choices), default=inf)
+
+    @property
+    def best(self) -> GroupChoice | None:
+        """The choice with the best plan; None without one."""
+        found = [choice for choice in self.choices if choice.costs is not None]
+        return min(found, key=lambda choice: choice.value, default=None)
+
+    def _open(
+        self, heap: list[Open], number: int, choice: GroupChoice, parts: Iterator[Part]
+    ) -> None:
+        """Add the next of some plans, which come lowest bound first."""
+        part = next(parts, None)
+        if part is not None:
+            heapq.heappush(heap, (part.bound, -len(part.stages), number, choice, part, parts))
+
+    def _limit(self, known: float) -> float:
+        """Return the bound from which on plans are left out."""
+        best = min([known, *(choice.value for choice in self.choices)])
+        return best * (1 - PROVEN_GAP / 2)
+
+    def _offer(self, choice: GroupChoice, part: Part) -> None:
+        """Compute the costs of a plan, and keep it if it is the best of its choice."""
+        counts = [count for _, _, count in part.stages]
+        least = self.request.constraints.min_devices or 1
+        is_own = len(set(counts)) > 1 and units_of(counts) == choice.model.units
+        if not is_own or sum(counts) < least:
+            return
+        for groups in self._seated(choice, part):
+            result = choice.model.costs(groups, choice.value)
+            if result is not None:
+                choice.groups, choice.costs = groups, result
+
+    def _seated(self, choice: GroupChoice, part: Part) -> Iterator[tuple[Group, ...]]:
+        """Yield the groups of a plan on devices: stages in order, and large stages in one host."""
+        ends = choice.bounds.ends
+        hosts: dict[str, list[int]] = {}
+        for number, device in enumerate(self._problem.devices):
+            hosts.setdefault(device.host, []).append(number)
+        order = [number for members in hosts.values() for number in members]
+        free = iter(order)
+        in_order = [tuple(itertools.islice(free, count)) for _, _, count in part.stages]
+        seats = [in_order]
+        if len(hosts) > 1:
+            seats.append(_by_host([count for _, _, count in part.stages], hosts.values()))
+        for devices in seats if seats[0] != seats[-1] else seats[:1]:
+            yield tuple(
+                Group(int(ends[start]), int(ends[stop]), own)
+                for (start, stop, _), own in zip(part.stages, devices, strict=True)
+            )
+
+    # Models
+
+    def _models(self) -> Iterator[GroupChoice]:
+        """Yield every measured size, schedule and number of units."""
+        for profile, units_in_batch in self._sizes():
+            for schedule in self._schedules():
+                for units, counts in self._units(units_in_batch):
+                    asked = question(self.request, profile, units_in_batch // units, schedule, True)
+                    model = GroupModel(Problem.from_request(asked), units, self._cluster)
+                    devices = int(self._most)
+                    yield GroupChoice(model, GroupBounds(model, counts, self._ends(), devices))
+
+    def _sizes(self) -> list[tuple[Profile, int]]:
+        if self.request.objective == "step":
+            return self.request.micro_batches()
+        return [(self.request.profile, self.request.chunks)]
+
+    def _schedules(self) -> tuple[Schedule, ...]:
+        asked = self.request.schedule
+        if asked == "auto":
+            return TRAINING
+        return () if asked == "interleaved" else (asked,)
+
+    def _units(self, units_in_batch: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield numbers of units, with the numbers of replicas that divide them.
+
+        They are least common multiples of numbers of replicas, and divide the batch.
+        """
+        possible = [n for n in range(1, int(self._most)) if units_in_batch % n == 0]
+        multiples = {1}
+        for count in possible:
+            multiples |= {
+                one * count // gcd(one, count)
+                for one in multiples
+                if one * count // gcd(one, count) <= MOST_UNITS
+            }
+        for units in sorted(multiples - {1}):
+            if units_in_batch % units == 0:
+                yield units, tuple(count for count in possible if units % count == 0)
+
+    def _ends(self) -> list[int]:
+        """Return the layers at which stages may begin, and the number of layers."""
+        count = len(self._problem.layers)
+        inside = {
+            layer
+            for group in self._problem.groups
+            for layer in range(min(group) + 1, max(group) + 1)
+        }
+        ends = [layer for layer in range(count + 1) if layer not in inside]
+        if len(ends) > MOST_ENDS:
+            ends = self._light_ends(ends)
+            self._is_exact = False
+        return ends
+
+    def _light_ends(self, ends: Sequence[int]) -> list[int]:
+        """Return the places where the fewest bytes cross, one in each part with equal work."""
+        problem = self._problem
+        crossing = [0] * (len(problem.layers) + 2)
+        for value in problem.values:
+            crossing[value.source + 1] += value.bytes
+            crossing[max(value.readers, default=value.source) + 1] -= value.bytes
+        crossing = list(itertools.accumulate(crossing))
+        work = list(
+            itertools.accumulate(
+                (problem.compute_ms(layer, 0) for layer in range(len(problem.layers))), initial=0.0
+            )
+        )
+        lightest: dict[int, int] = {}
+        for end in ends[1:-1]:
+            part = int(MOST_ENDS * work[end] / max(work[-1], 1e-9))
+            if part not in lightest or crossing[end] < crossing[lightest[part]]:
+                lightest[part] = end
+        return sorted({ends[0], ends[-1], *lightest.values()})
+
+
+def _is_chain(problem: Problem) -> bool:
+    """Return whether each layer reads the one before it, and nothing else."""
+    pairs = {(value.source, value.readers) for value in problem.values}
+    links = {(layer, (layer + 1,)) for layer in range(len(problem.layers) - 1)}
+    return {pair for pair in pairs if pair[1]} == links
+
+
+def _by_host(counts: Sequence[int], hosts: Iterator[list[int]] | Sequence[list[int]]) -> list[tuple[int, ...]]:
+    """Return devices of stages with so many replicas: large stages first, each in one host.
+
+    A stage takes the host with the fewest free devices that suffice, or the hosts with the most.
+    """
+    free = [list(members) for members in hosts]
+    found: dict[int, tuple[int, ...]] = {}
+    for stage in sorted(range(len(counts)), key=lambda stage: -counts[stage]):
+        taken: list[int] = []
+        while len(taken) < counts[stage]:
+            missing = counts[stage] - len(taken)
+            enough = [host for host in free if len(host) >= missing]
+            host = min(enough, key=len) if enough else max(free, key=len)
+            part, host[:] = host[:missing], host[missing:]
+            taken += part
+        found[stage] = tuple(sorted(taken))
+    return [found[stage] for stage in range(len(counts))]
