@@ -35,11 +35,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.schema import Link
 from placer.solver import pipelines
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.replicas.by_stage.group_costs import GroupModel
@@ -219,20 +221,50 @@ class GroupBounds:
         }
 
     @cached_property
-    def _transfers(self) -> tuple[Table, Table]:
-        """By end of a stage, the time of a unit's values there and of their gradients back."""
+    def _borders(self) -> tuple[Table, Table]:
+        """By end of a stage, the least time of a unit to the next stage, and of gradients back.
+
+        Only values from the last layer to the next one are certain to pass between the two stages.
+        """
         there = np.zeros(len(self._problem.layers) + 1)
         back = np.zeros_like(there)
-        links = [link for row in self._problem.links for link in row if link is not None]
         for value in self._problem.values:
-            last = max(value.readers, default=value.source)
-            crossed = slice(value.source + 1, last + 1)
-            there[crossed] += min((one.transfer_ms(value.bytes) for one in links), default=0.0)
-            if value.gradient_bytes:
-                back[crossed] += min(
-                    (one.transfer_ms(value.gradient_bytes) for one in links), default=0.0
-                )
+            if value.source + 1 in value.reader_set:
+                there[value.source + 1] += self._value_ms(value.bytes)
+                back[value.source + 1] += self._value_ms(value.gradient_bytes)
         return there[self.ends], back[self.ends]
+
+    def _value_ms(self, size_bytes: int) -> float:
+        """Return the time of a message over the fastest link."""
+        if not size_bytes:
+            return 0.0
+        return min((link.transfer_ms(size_bytes) for link in self._ways), default=0.0)
+
+    @cached_property
+    def _ways(self) -> list[Link]:
+        """The links, one of each kind."""
+        links = [link for row in self._problem.links for link in row if link is not None]
+        return list({(one.bandwidth_bytes_per_s, one.latency_s): one for one in links}.values())
+
+    @cached_property
+    def _messages(self) -> tuple[Table, Table]:
+        """The least time that a stage sends and receives for a unit.
+
+        A value counts as sent once, however many stages read it.
+        """
+        count = len(self._problem.layers) + 1
+        send, receive = np.zeros((count, count)), np.zeros((count, count))
+        for value in self._problem.values:
+            there, back = self._value_ms(value.bytes), self._value_ms(value.gradient_bytes)
+            last = max(value.readers, default=value.source)
+            made_here = slice(None, value.source + 1), slice(value.source + 1, last + 1)
+            send[made_here] += there
+            receive[made_here] += back
+            for before, reader in pairwise([value.source, *sorted(value.readers)]):
+                read_here = slice(before + 1, reader + 1), slice(reader + 1, None)
+                receive[read_here] += there
+                send[read_here] += back
+        return send[np.ix_(self.ends, self.ends)], receive[np.ix_(self.ends, self.ends)]
 
     def _terms_of(self, count: int) -> _Terms:
         problem, layers = self._problem, self._layers
@@ -240,17 +272,16 @@ class GroupBounds:
         reduce, gather = self._byte_ms(count)
         possible = self._possible(count)
         compute = layers["forward"] + layers["backward"]
-        there, back = self._transfers
         if not self._is_step:
             exchange = layers["gradients"] * (reduce + gather) / chunks
-            send = there[None, :] + back[:, None]
-            receive = there[:, None] + back[None, :]
+            send, receive = self._messages
             if problem.request.transfers == "overlapped":
                 load = np.maximum(units * compute + exchange, units * np.maximum(send, receive))
             else:
                 load = units * (compute + send + receive) + exchange
             load = np.where(possible, load / self._model.units, np.inf)
             return _Terms(load, load, load, load)
+        there, back = self._borders
         slot = layers["optimizer"] / count
         if count > 1:
             exposed = reduce * layers["gradients"] - layers["last pass"]

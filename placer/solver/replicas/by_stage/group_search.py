@@ -5,8 +5,8 @@
     a plan of all layers has its costs computed, on devices that are neighbours
     plans whose bound is not below the best objective are left out
 
-Of a chain of layers on alike devices with alike links, the bounds hold for every plan. Elsewhere
-the plans are cuts of the profile's order, and the caller's bound holds.
+Where each layer reads the layer before it, and all links are alike, plans are all that there are,
+and the bounds hold. Elsewhere plans are cuts of the profile's order, and the caller's bound holds.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GroupSearch:
         is_over: whether the time is over.
         least: a bound that holds for every plan.
         choices: with their best plans.
-        bound: a bound on all plans but the best one.
+        bound: a bound on all plans but the best ones; infinite if there are none.
     """
 
     request: PlacementRequest
@@ -87,7 +87,7 @@ class GroupSearch:
         self.bound = self.least
         self._problem = Problem.from_request(self.request)
         self._cluster = {(link.source, link.target): link for link in self.request.placed_on.links}
-        self._is_exact = _is_chain(self._problem) and self._problem.one_link is not None
+        self._is_exact = _has_one_order(self._problem) and self._problem.one_link is not None
         rules = self.request.constraints
         self._most = min(rules.max_devices or inf, len(self.request.devices))
 
@@ -268,11 +268,10 @@ class GroupSearch:
         return sorted({ends[0], ends[-1], *lightest.values()})
 
 
-def _is_chain(problem: Problem) -> bool:
-    """Return whether each layer reads the one before it, and nothing else."""
-    pairs = {(value.source, value.readers) for value in problem.values}
-    links = {(layer, (layer + 1,)) for layer in range(len(problem.layers) - 1)}
-    return {pair for pair in pairs if pair[1]} == links
+def _has_one_order(problem: Problem) -> bool:
+    """Return whether stages can only be cuts of the profile's order: each layer reads the last."""
+    pairs = {(value.source, reader) for value in problem.values for reader in value.bound_readers}
+    return all((layer, layer + 1) in pairs for layer in range(len(problem.layers) - 1))
 
 
 def _by_host(counts: Sequence[int], hosts: Iterator[list[int]] | Sequence[list[int]]) -> list[tuple[int, ...]]:
