@@ -331,14 +331,9 @@ def _shares(placement: Placement) -> list[str]:
     if not members:
         return []
     if len(set(placement.replicas_by_stage)) > 1:
-        shares = ", ".join(
-            count_text(placement.batch_size // count, "sample")
-            for count in placement.replicas_by_stage
-        )
-        return [
-            f"replicas    {_by_stage(placement.replicas_by_stage)} by stage: each computes {shares} "
-            "of a micro-batch"
-        ]
+        counts = placement.replicas_by_stage
+        parts = ", ".join(count_text(placement.batch_size // one, "sample") for one in counts)
+        return [f"replicas    {_by_stage(counts)} by stage: each computes {parts} of a micro-batch"]
     samples = {replica.samples for replica in members}
     if len(samples) == 1:
         shares = f"each computes {count_text(samples.pop(), 'sample')} of a micro-batch"
@@ -360,15 +355,15 @@ def _shape_texts(step: Step) -> list[str]:
     by_stage: dict[tuple[int, ...], float] = {}
     for choice in step.choices:
         if choice.replicas_by_stage:
-            key, value = choice.replicas_by_stage, choice.objective_value or 0.0
-            by_stage[key] = min(value, by_stage.get(key, value))
+            key, step_ms = choice.replicas_by_stage, choice.objective_value or 0.0
+            by_stage[key] = min(step_ms, by_stage.get(key, step_ms))
         else:
             groups.setdefault(choice.replicas, []).append(choice)
     if groups.keys() <= {1} and not by_stage:
         return []
-    texts = [
-        (value, f"{_by_stage(counts)} replicas by stage: {ms_text(value)}")
-        for counts, value in by_stage.items()
+    texts: list[tuple[float, str]] = [
+        (step_ms, f"{_by_stage(counts)} replicas by stage: {ms_text(step_ms)}")
+        for counts, step_ms in by_stage.items()
     ]
     for replicas, choices in groups.items():
         known = [(one.objective_value, one) for one in choices if one.objective_value is not None]

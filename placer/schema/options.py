@@ -205,10 +205,12 @@ class SolveOptions(Wire):
 
     ``auto``: also consider data parallelism, and pipelines that are replicated on equal groups of
     devices. ``by-stage``: also consider stages that each have a number of replicas of their own, on
-    alike devices. Such answers are for plans and exports; ``update_flow`` does not run them. Only
-    training under objectives ``step`` and ``throughput`` accepts both. ``suggest`` uses ``auto`` for
-    a training step by default, unless the model cannot be replicated. Placements that pin or forbid
-    layers have no replicas. See the page about replicas in the documentation."""
+    alike devices. Such answers are for plans and exports; ``update_flow`` does not run them.
+
+    Only training under objectives ``step`` and ``throughput`` accepts ``auto`` and ``by-stage``.
+    ``suggest`` uses ``auto`` for a training step by default, unless the model cannot be replicated.
+    Placements that pin or forbid layers have no replicas. See the page about replicas in the
+    documentation."""
 
     for_format: FormatName | None = None
     """Consider only placements that this format of another engine can express.

@@ -148,6 +148,7 @@ def single_device(problem: Problem) -> SingleDevice:
 
 
 def header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any]:
+    """Return the fields of a placement that its map does not change."""
     request, profile = problem.request, problem.request.profile
     return {
         "id": request.content_hash(),

@@ -394,6 +394,7 @@ def _least_rooms(problem: Problem, stages: Sequence[int]) -> tuple[int, ...]:
 
 
 def within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
+    """Return whether each device has memory for its use."""
     return all(
         use.total_bytes <= device.usable_bytes
         for use, device in zip(uses, problem.devices, strict=True)

@@ -8,6 +8,7 @@ from enumeration import Enumeration, memories
 from replicated_steps import EveryShape, ReplicatedSteps, buffers, part_of_optimizer
 
 from placer.schedule import plan, steady_state_ms, step_ms
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 
 
 class EveryStageShape(EveryShape):
@@ -58,7 +59,11 @@ class GroupedSteps:
 
     def all(self):
         """Nothing if the batch has no such micro-batches, or memory is short."""
-        if self.rest or not self.chunks or not Enumeration(self.request, True).obeys_rules(self.where):
+        if (
+            self.rest
+            or not self.chunks
+            or not Enumeration(self.request, True).obeys_rules(self.where)
+        ):
             return
         again = {name for stage, name in enumerate(self.names) if self.recomputes(stage)}
         pipeline = self.pipeline(again)
@@ -98,7 +103,7 @@ class GroupedSteps:
         return steps
 
     def pipeline(self, again):
-        """The passes of a unit, as often as a device runs them; a border waits for its busier end."""
+        """The passes of a unit, as often as a device runs them; a border has a busier end."""
         one = self.steps(0).pipeline(
             self.steps(0).every, self.where, self.names, self.stage_of, again
         )
@@ -133,8 +138,10 @@ class GroupedSteps:
 
     def fewest(self, stage):
         stages = len(self.counts)
-        return self.chunks if self.request.schedule == "fill-drain" else min(
-            self.chunks, stages - stage
+        return (
+            self.chunks
+            if self.request.schedule == "fill-drain"
+            else min(self.chunks, stages - stage)
         )
 
     def use(self, stage, room, again):
@@ -170,3 +177,51 @@ class GroupedSteps:
                 break
             room += 1
         return room
+
+
+def smallest_bottleneck(request):
+    """The smallest bottleneck of stages of which not all have equally many replicas, or None.
+
+    All devices are alike, and so are all links.
+    """
+    rules, layers = request.constraints, request.profile.layers
+    most = min(rules.max_devices or 99, len(request.devices))
+    found = []
+    for stages in range(2, min(most, len(layers)) + 1):
+        for counts in itertools.product(range(1, most + 1), repeat=stages):
+            for cuts in itertools.combinations(range(1, len(layers)), stages - 1):
+                if len(set(counts)) > 1 and (rules.min_devices or 1) <= sum(counts) <= most:
+                    found += _bottleneck(request, counts, cuts)
+    return min(found, default=None)
+
+
+def _bottleneck(request, counts, cuts):
+    """The bottleneck of one plan, for a unit; nothing if it does not fit."""
+    whole = request.model_copy(update={"batch_size": request.chunks * request.profile.batch_size})
+    plan = GroupedSteps(whole, request.profile, request.schedule, counts, cuts)
+    if plan.rest or not Enumeration(plan.request, True).obeys_rules(plan.where):
+        return []
+    again = {stage for stage in range(len(counts)) if plan.recomputes(stage)}
+    if any(plan.room(stage, stage in again) is None for stage in range(len(counts))):
+        return []
+    link, kind = request.cluster.links[0], request.devices[0].type
+    worst = 0.0
+    for stage, count in enumerate(counts):
+        mine = [one for one in request.profile.layers if plan.stage_of[one.name] == stage]
+        compute = sum(one.forward_ms[kind] + one.backward_ms[kind] for one in mine)
+        compute += sum(one.forward_ms[kind] for one in mine) if stage in again else 0.0
+        sent = received = 0.0
+        for edge in request.profile.edges:
+            source = plan.stage_of[edge.source]
+            for reader in {plan.stage_of[name] for name in edge.targets} - {source}:
+                there, back = link.transfer_ms(edge.bytes), link.transfer_ms(edge.gradient_bytes)
+                sent += there * (stage == source) + back * (stage == reader)
+                received += there * (stage == reader) + back * (stage == source)
+        size = sum(one.grad_bytes for one in mine)
+        busy = link.bidirectional or link
+        byte_ms = 1e3 * (count - 1) / count * (2 / busy.bandwidth_bytes_per_s + 3 / ADD_BYTES_PER_S)
+        compute = compute / count + size * byte_ms / request.chunks
+        parts = compute, sent / count, received / count
+        load = sum(parts) if request.transfers == "added" else max(parts)
+        worst = max(worst, load)
+    return [worst]

@@ -66,7 +66,9 @@ def claim(request: PlacementRequest, placement: Placement) -> Claim:
         request.is_training and not (rules.pinned or rules.forbidden),
         "replicas are given, but the request allows none",
     )
-    require(set(placement.replicas) <= set(members), "replicas are given of a device without layers")
+    require(
+        set(placement.replicas) <= set(members), "replicas are given of a device without layers"
+    )
     used = [name for names in members.values() for name in names]
     require(len(set(used)) == len(used), "a device holds several replicas")
     known = {device.name: device for device in request.devices}
@@ -111,7 +113,9 @@ def claim(request: PlacementRequest, placement: Placement) -> Claim:
     return Claim(asked, placement.model_copy(update={"batch_size": size}), members, units)
 
 
-def rates(request: PlacementRequest, found: Claim) -> dict[str, tuple[replicas.Rate, replicas.Rate]]:
+def rates(
+    request: PlacementRequest, found: Claim
+) -> dict[str, tuple[replicas.Rate, replicas.Rate]]:
     """Return the rates of reducing and of gathering, by device."""
     alone = dict.fromkeys(found.members, (NO_RATE, NO_RATE))
     return alone | replicas.rates(request, found.placement)
@@ -142,8 +146,9 @@ class UnitReading(StepReading):
         values: dict[tuple[int, int], float] = defaultdict(float)
         gradients: dict[tuple[int, int], float] = defaultdict(float)
         for edge, source, target in _crossing_stages(self._request, self._found):
-            pair = self._found.placement.stages.index(source), self._found.placement.stages.index(
-                target
+            pair = (
+                self._found.placement.stages.index(source),
+                self._found.placement.stages.index(target),
             )
             values[pair] += _busiest_end(self._request, self._found, (source, target), edge.bytes)
             if edge.gradient_bytes:
@@ -153,9 +158,7 @@ class UnitReading(StepReading):
         return values, gradients
 
 
-def _crossing_stages(
-    request: PlacementRequest, found: Claim
-) -> Iterator[tuple[Edge, str, str]]:
+def _crossing_stages(request: PlacementRequest, found: Claim) -> Iterator[tuple[Edge, str, str]]:
     """Yield every value that crosses a border, with the first devices of both stages."""
     where = found.placement.layer_devices
     for edge in request.profile.edges:
@@ -166,8 +169,7 @@ def _crossing_stages(
 def _unit_ends(found: Claim, ends: tuple[str, str]) -> list[tuple[str, str]]:
     """Return, by unit, the devices that have it in two stages."""
     source, target = (
-        [name for name in found.members[first] for _ in range(found.share(first))]
-        for first in ends
+        [name for name in found.members[first] for _ in range(found.share(first))] for first in ends
     )
     return list(zip(source, target, strict=True))
 
@@ -242,6 +244,4 @@ def firsts(found: Claim) -> dict[str, str]:
 
 def in_order(found: Claim, names: Sequence[str]) -> bool:
     """Return whether all devices of a stage recompute, or none does."""
-    return all(
-        len({name in names for name in members}) == 1 for members in found.members.values()
-    )
+    return all(len({name in names for name in members}) == 1 for members in found.members.values())

@@ -109,9 +109,7 @@ def exchanges(
     return found
 
 
-def reduced(
-    pieces: Iterable[Ready], reduce: ExchangeTime, busy_ms: float
-) -> tuple[float, float]:
+def reduced(pieces: Iterable[Ready], reduce: ExchangeTime, busy_ms: float) -> tuple[float, float]:
     """Return the time to reduce some pieces, and the part of it after the last pass.
 
     Args:
@@ -233,9 +231,7 @@ def with_amortised_exchanges(problem: Problem, costs: Replication) -> Problem:
     return replace(problem, replication=costs, backward_ms=backward_ms)
 
 
-def passes_of_step(
-    pipeline: Pipeline, plan: Plan
-) -> tuple[dict[int, float], dict[int, float]]:
+def passes_of_step(pipeline: Pipeline, plan: Plan) -> tuple[dict[int, float], dict[int, float]]:
     """Return, by device, the sum of its passes; by stage, the sum until its last one."""
     times = {
         "forward": pipeline.forward_ms,

@@ -276,14 +276,14 @@ class ReplicaSearch:
         """
         if self.request.replicas != "by-stage":
             return
-        most_work = self.meter.done + BY_STAGE_PART * self.meter.left
-        rest_s = (1 - BY_STAGE_PART) * self._left_s()
+        began_s, most_s = self._left_s(), BY_STAGE_PART * self._left_s()
+        began_work, most_work = self.meter.done, BY_STAGE_PART * self.meter.left
 
-        def is_over() -> bool:
+        def is_over(part: float = 1.0) -> bool:
             self.meter.done += 1 / PER_WORK.maps
             if self.meter.limit < inf:  # then the clock must not decide
-                return self.meter.done >= most_work or self._is_stopped()
-            return self._left_s() <= rest_s or self._is_stopped()
+                return self.meter.done - began_work >= part * most_work or self._is_stopped()
+            return began_s - self._left_s() >= part * most_s or self._is_stopped()
 
         groups = GroupSearch(self.request, is_over, least)
         if not groups.applies():

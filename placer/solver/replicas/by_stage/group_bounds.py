@@ -41,11 +41,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.schema import Link
 from placer.solver import pipelines
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.replicas.by_stage.group_costs import GroupModel
-from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.solver.replicas.replication import loaded_rate
 
 Table = NDArray[np.float64]
@@ -144,6 +144,34 @@ class GroupBounds:
                 ),
             )
 
+    def heaviest_layer(self) -> float:
+        """Return a bound on all plans, in whatever order: some stage has the heaviest layer."""
+        layers = range(len(self._problem.layers))
+        return max(
+            min(self._layer_bound(layer, count) for count in self.counts) for layer in layers
+        )
+
+    def _layer_bound(self, index: int, count: int) -> float:
+        """Return the least that a stage with this layer takes; infinite if it does not fit.
+
+        Further layers add more to the passes of a stage than they hide of its exchange.
+        """
+        problem, model, layer = self._problem, self._model, self._problem.layers[index]
+        units, chunks = model.units // count, problem.request.chunks
+        if _least_bytes(problem, index, count, units) > problem.devices[0].usable_bytes:
+            return np.inf
+        reduce, gather = self._byte_ms(count)
+        compute_ms = units * problem.compute_ms(index, 0)
+        if not self._is_step:
+            return (compute_ms + layer.grad_bytes * (reduce + gather) / chunks) / model.units
+        last_ms = layer.backward_ms[problem.devices[0].type]
+        if problem.weights_apart:
+            last_ms = pipelines.weight_grad_ms(problem, index, 0)
+        exposed = max(0.0, reduce * layer.grad_bytes - last_ms)
+        waits = max(0.0, gather * layer.grad_bytes - problem.forward_ms[index][0])
+        slot_ms = pipelines.optimizer_ms(problem, index, 0) / count + exposed + waits
+        return (chunks * compute_ms + slot_ms) * (1 - ROUNDING)
+
     def _usable(self, part: Part) -> list[int]:
         return [count for count in self.counts if count <= part.devices]
 
@@ -158,8 +186,7 @@ class GroupBounds:
             if self._is_step:
                 first = np.maximum(
                     max(part.most[0], 0.0),
-                    part.way_ms
-                    + np.maximum(own.work_ms[at], own.way_ms[at] + self._work[left]),
+                    part.way_ms + np.maximum(own.work_ms[at], own.way_ms[at] + self._work[left]),
                 )
                 extra = own.slot_ms[at] if self._steady and not part.stages else part.first
                 whole = np.maximum(whole, first + extra)
@@ -302,15 +329,22 @@ class GroupBounds:
 
     def _byte_ms(self, count: int) -> tuple[float, float]:
         """Return the least time of a byte of gradients to reduce, and to gather, over any links."""
-        links = list(self._model.cluster.values())
-        if count == 1 or not links:
+        if count == 1 or self._rates is None:
             return 0.0, 0.0
-        rates = [
+        part = 1e3 * (count - 1) / count
+        return part * (1 / self._rates[0] + 3 / ADD_BYTES_PER_S), part / self._rates[1]
+
+    @cached_property
+    def _rates(self) -> tuple[float, float] | None:
+        """The highest rates of a link between replicas while devices compute, and while not."""
+        links = self._model.cluster.values()
+        if not links:
+            return None
+        busy, idle = (
             max(loaded_rate(link, computing).bandwidth_bytes_per_s for link in links)
             for computing in (True, False)
-        ]
-        part = 1e3 * (count - 1) / count
-        return part * (1 / rates[0] + 3 / ADD_BYTES_PER_S), part / rates[1]
+        )
+        return busy, idle
 
     def _possible(self, count: int) -> NDArray[np.bool_]:
         """Return which stages have layers, and are not certain to exceed a limit."""

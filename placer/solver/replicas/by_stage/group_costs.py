@@ -1,8 +1,8 @@
 r"""The costs of stages that each have a number of replicas of their own.
 
 A *unit* is a micro-batch of a measured size. A micro-batch has as many units as the least common
-multiple of the numbers of replicas, U. The m replicas of a stage compute U / m units each, one after
-another, so a stage with more replicas has shorter passes. Three replicas, then one::
+multiple of the numbers of replicas, U. The m replicas of a stage compute U / m units each, one
+after another, so a stage with more replicas has shorter passes. Three replicas, then one::
 
     U = 3            d0  unit 0 ─┐
                      d1  unit 1 ─┼─▶  d3  units 0, 1, 2
@@ -154,7 +154,7 @@ class GroupModel:
     units: int
     cluster: Links
 
-    def costs(self, groups: Sequence[Group], below: float) -> GroupCosts | None:
+    def evaluate(self, groups: Sequence[Group], below: float) -> GroupCosts | None:
         """Return the costs of groups that fit, or None if they do not or are not below a value.
 
         Args:
@@ -166,7 +166,9 @@ class GroupModel:
         exchanged = [self.replication_of(group.devices) for group in groups]
         if any(one is None for one in exchanged):
             return None
-        prints = {first: self._footprint(group) for first, group in zip(firsts, groups, strict=True)}
+        prints = {
+            first: self._footprint(group) for first, group in zip(firsts, groups, strict=True)
+        }
 
         def footprint_of(device: int) -> Footprint:
             return prints[device]
@@ -213,9 +215,7 @@ class GroupModel:
             profile = self.problem.request.profile
             share = profile.optimizer_workspace_ratio / replicas
             request = self.problem.request.model_copy(
-                update={
-                    "profile": profile.model_copy(update={"optimizer_workspace_ratio": share})
-                }
+                update={"profile": profile.model_copy(update={"optimizer_workspace_ratio": share})}
             )
             self._problems[replicas] = replace(
                 self.problem,
@@ -332,12 +332,16 @@ class GroupModel:
         for (source, target), sizes in sorted(self._crossings(groups).items()):
             there = messages(groups[source].devices, groups[target].devices, self.units)
             back = [((receiver, sender), count) for (sender, receiver), count in there]
-            if not self._linked(there) or (any(size for _, size in sizes) and not self._linked(back)):
+            if not self._linked(there) or (
+                any(size for _, size in sizes) and not self._linked(back)
+            ):
                 return None
             values_ms = sum(self._slowest_end_ms(there, size) for size, _ in sizes)
             gradients = [size for _, size in sizes if size]
             gradients_ms = sum(self._slowest_end_ms(back, size) for size in gradients)
-            transfers.append(Transfer(source, target, values_ms, gradients_ms if gradients else None))
+            transfers.append(
+                Transfer(source, target, values_ms, gradients_ms if gradients else None)
+            )
         return tuple(transfers)
 
     def _link(self, sender: int, receiver: int) -> Link | None:
@@ -465,9 +469,7 @@ class GroupModel:
         memory = self._memory(groups, again, footprint_of, rooms)
         if memory is None:
             return None
-        return GroupCosts(
-            value, None, None, (), rooms, memory, again, compute, send, receive, load
-        )
+        return GroupCosts(value, None, None, (), rooms, memory, again, compute, send, receive, load)
 
 
 def messages(senders: Sequence[int], receivers: Sequence[int], units: int) -> Messages:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import gcd, inf
+from typing import Protocol
 
 from placer.schema import PlacementRequest, Profile, Schedule
 from placer.schema.base import PROVEN_GAP
@@ -34,7 +35,26 @@ MOST_UNITS = 5_040
 """The most units of a micro-batch: the least common multiple of 1 to 10, less a factor. More are
 only needed by numbers of replicas that have next to no common divisor."""
 
+Stages = tuple[tuple[int, int, int], ...]
+"""Starts and ends of stages, as positions in ``GroupBounds.ends``, and numbers of replicas."""
+
+SHIFTS = (1, -1, 2, -2, 4, -4)
+"""How far the end of a stage is moved in small changes, in places where stages may end."""
+
+IMPROVED = 4
+"""The choices with the best plans that small changes are applied to."""
+
+BEST_FIRST_PART = 0.6
+"""The part of the time in which plans are tried in the order of their bounds."""
+
 Open = tuple[float, int, int, "GroupChoice", Part, Iterator[Part]]
+
+
+class IsOver(Protocol):
+    """Whether the time is over."""
+
+    def __call__(self, part: float = 1.0) -> bool:
+        """Return whether this part of the time is over."""
 
 
 @dataclass(eq=False)
@@ -47,11 +67,13 @@ class GroupChoice:
         bound: the lowest bound of its plans that are left out or still open.
         groups: of the best plan; None without one.
         costs: of the best plan.
+        stages: of the best plan.
     """
 
     model: GroupModel
     bounds: GroupBounds
     bound: float = inf
+    stages: Stages = ()
     groups: tuple[Group, ...] | None = None
     costs: GroupCosts | None = None
 
@@ -72,14 +94,14 @@ class GroupSearch:
 
     Attributes:
         request: the question.
-        is_over: whether the time is over.
+        is_over: whether some part of the time is over, by default all.
         least: a bound that holds for every plan.
         choices: with their best plans.
         bound: a bound on all plans but the best ones; infinite if there are none.
     """
 
     request: PlacementRequest
-    is_over: Callable[[], bool]
+    is_over: IsOver
     least: float
     choices: list[GroupChoice] = field(default_factory=list)
 
@@ -95,9 +117,7 @@ class GroupSearch:
         """Return whether all devices are alike, and stages are contiguous."""
         kinds = {
             (device.type, device.usable_bytes, rule)
-            for device, rule in zip(
-                self._problem.devices, self._problem.recompute, strict=True
-            )
+            for device, rule in zip(self._problem.devices, self._problem.recompute, strict=True)
         }
         return (
             len(kinds) == 1
@@ -125,7 +145,7 @@ class GroupSearch:
         is_complete = next(models, None) is None
         heapq.heapify(heap)
         looks = 0
-        while heap and not self.is_over():
+        while heap and not self.is_over(BEST_FIRST_PART):
             # at least one plan, to be compared
             if heap[0][0] >= self._limit(known) and (looks >= LOOKS or self.best is not None):
                 break
@@ -133,15 +153,19 @@ class GroupSearch:
             _, _, _, choice, part, siblings = heapq.heappop(heap)
             self._open(heap, next(numbers), choice, siblings)
             if part.position == len(choice.bounds.ends) - 1:
-                self._offer(choice, part)
+                self._offer(choice, part.stages)
             else:
                 self._open(heap, next(numbers), choice, choice.bounds.following(part))
+        if heap and heap[0][0] < self._limit(known):
+            placed = [choice for choice in self.choices if choice.costs is not None]
+            for choice in sorted(placed, key=lambda choice: choice.value)[:IMPROVED]:
+                self._improve(choice)
         for bound, _, _, choice, _, _ in heap:
             choice.bound = min(choice.bound, max(bound, self.least))
-        if not self._is_exact and self.choices:
+        if not self._is_exact:
             for choice in self.choices:
-                choice.bound = self.least
-        elif is_complete:
+                choice.bound = max(self.least, choice.bounds.heaviest_layer())
+        if is_complete:
             self.bound = min((choice.bound for choice in self.choices), default=inf)
 
     @property
@@ -163,34 +187,46 @@ class GroupSearch:
         best = min([known, *(choice.value for choice in self.choices)])
         return best * (1 - PROVEN_GAP / 2)
 
-    def _offer(self, choice: GroupChoice, part: Part) -> None:
-        """Compute the costs of a plan, and keep it if it is the best of its choice."""
-        counts = [count for _, _, count in part.stages]
+    def _offer(self, choice: GroupChoice, stages: Stages) -> bool:
+        """Compute the costs of a plan; keep it and return True if it is the best of its choice."""
+        counts = [count for _, _, count in stages]
         least = self.request.constraints.min_devices or 1
         is_own = len(set(counts)) > 1 and units_of(counts) == choice.model.units
-        if not is_own or sum(counts) < least:
-            return
-        for groups in self._seated(choice, part):
-            result = choice.model.costs(groups, choice.value)
+        if not is_own or not least <= sum(counts) <= self._most:
+            return False
+        before = choice.value
+        for groups in self._seated(choice, stages):
+            result = choice.model.evaluate(groups, choice.value)
             if result is not None:
-                choice.groups, choice.costs = groups, result
+                choice.groups, choice.costs, choice.stages = groups, result, stages
+        return choice.value < before
 
-    def _seated(self, choice: GroupChoice, part: Part) -> Iterator[tuple[Group, ...]]:
+    def _improve(self, choice: GroupChoice) -> None:
+        """Apply small changes to the best plan of a choice, as long as one helps."""
+        is_better = True
+        while is_better:
+            is_better = False
+            for stages in _neighbours(choice.stages, choice.bounds):
+                if self.is_over():
+                    return
+                if self._offer(choice, stages):
+                    is_better = True
+                    break
+
+    def _seated(self, choice: GroupChoice, stages: Stages) -> Iterator[tuple[Group, ...]]:
         """Yield the groups of a plan on devices: stages in order, and large stages in one host."""
-        ends = choice.bounds.ends
+        ends, counts = choice.bounds.ends, [count for _, _, count in stages]
         hosts: dict[str, list[int]] = {}
         for number, device in enumerate(self._problem.devices):
             hosts.setdefault(device.host, []).append(number)
-        order = [number for members in hosts.values() for number in members]
-        free = iter(order)
-        in_order = [tuple(itertools.islice(free, count)) for _, _, count in part.stages]
-        seats = [in_order]
+        free = itertools.chain.from_iterable(hosts.values())
+        seats = [[tuple(itertools.islice(free, count)) for count in counts]]
         if len(hosts) > 1:
-            seats.append(_by_host([count for _, _, count in part.stages], hosts.values()))
+            seats.append(_by_host(counts, list(hosts.values())))
         for devices in seats if seats[0] != seats[-1] else seats[:1]:
             yield tuple(
                 Group(int(ends[start]), int(ends[stop]), own)
-                for (start, stop, _), own in zip(part.stages, devices, strict=True)
+                for (start, stop, _), own in zip(stages, devices, strict=True)
             )
 
     # Models
@@ -274,7 +310,7 @@ def _has_one_order(problem: Problem) -> bool:
     return all((layer, layer + 1) in pairs for layer in range(len(problem.layers) - 1))
 
 
-def _by_host(counts: Sequence[int], hosts: Iterator[list[int]] | Sequence[list[int]]) -> list[tuple[int, ...]]:
+def _by_host(counts: Sequence[int], hosts: Sequence[list[int]]) -> list[tuple[int, ...]]:
     """Return devices of stages with so many replicas: large stages first, each in one host.
 
     A stage takes the host with the fewest free devices that suffice, or the hosts with the most.
@@ -291,3 +327,21 @@ def _by_host(counts: Sequence[int], hosts: Iterator[list[int]] | Sequence[list[i
             taken += part
         found[stage] = tuple(sorted(taken))
     return [found[stage] for stage in range(len(counts))]
+
+
+def _neighbours(stages: Stages, bounds: GroupBounds) -> Iterator[Stages]:
+    """Yield plans with one end of a stage moved, or replicas moved from a stage to another."""
+    for number, shift in itertools.product(range(len(stages) - 1), SHIFTS):
+        (start, stop, count), (_, end, other) = stages[number], stages[number + 1]
+        moved = stop + shift
+        if start < moved < end:
+            pair = (start, moved, count), (moved, end, other)
+            yield (*stages[:number], *pair, *stages[number + 2 :])
+    for giver, taker in itertools.permutations(range(len(stages)), 2):
+        less = [count for count in bounds.counts if count < stages[giver][2]]
+        more = [count for count in bounds.counts if count > stages[taker][2]]
+        if less and more:
+            changed = list(stages)
+            changed[giver] = (*stages[giver][:2], max(less))
+            changed[taker] = (*stages[taker][:2], min(more))
+            yield tuple(changed)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_requests import examples
 
-from placer.errors import InputError, PlacementError
+from placer.errors import InputError
 from placer.exports.formats.pipedream import PipeDream
 from placer.exports.plan import Plan
 
@@ -139,7 +139,11 @@ def test_a_faulty_configuration_is_named(text: str, fault: str) -> None:
 def test_each_stage_has_ranks_for_its_own_number_of_replicas() -> None:
     # models/vgg16/gpus=4/hybrid_conf.json has these ranks, for -b 64
     plan = Plan(
-        {"a": "w", "b": "z"}, {"w": ["w", "x", "y"]}, stages=("w", "z"), training=True, batch_size=192
+        {"a": "w", "b": "z"},
+        {"w": ["w", "x", "y"]},
+        stages=("w", "z"),
+        training=True,
+        batch_size=192,
     )
     export = FORMAT.export(plan)
     assert json.loads(export.text) == {
