@@ -443,7 +443,9 @@ class Placement(Wire):
     @property
     def replicas_by_stage(self) -> tuple[int, ...]:
         """Return the number of devices that hold each stage, in pipeline order."""
-        stages = self.stages or dict.fromkeys(self.layer_devices.values())
+        used = dict.fromkeys(self.layer_devices.values())
+        # a map that was changed by hand may have other stages
+        stages = self.stages if set(self.stages) == set(used) else used
         return tuple(len(self.replicas.get(device, ())) or 1 for device in stages)
 
     def to_json(self) -> str:

@@ -97,7 +97,7 @@ class GroupSearch:
         is_over: whether some part of the time is over, by default all.
         least: a bound that holds for every plan.
         choices: with their best plans.
-        bound: a bound on all plans but the best ones; infinite if there are none.
+        bound: a bound on all plans but the best ones; infinite if there is no other.
     """
 
     request: PlacementRequest

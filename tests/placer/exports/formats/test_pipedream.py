@@ -127,7 +127,7 @@ def test_pipedreams_own_configurations_are_read(
         # models/vgg16/gpus=2/hybrid_conf.json
         (
             '{"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1], "1": [2]}}',
-            "have 2, 1 replicas, and a map is that of one of several equal pipelines",
+            "have 2, 1 replicas, and a map describes one of several equal pipelines",
         ),
     ],
 )
