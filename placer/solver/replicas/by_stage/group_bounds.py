@@ -23,8 +23,8 @@ back. With the layers from i on, and d devices::
     B(i, d) = min over j, m of  max( c work(i, j, m) + slot(i, j, m),  B(j, d - m) )
 
 Under objective ``throughput`` the second one, with the load of ``group_costs.py``, is the objective
-itself where links are alike. Messages count over the fastest link. Stages whose state and saved
-tensors exceed a device's memory are left out.
+itself where links are alike. Messages count over the fastest link, and an exchange over the fastest
+links of a device. Stages whose state and saved tensors exceed a device's memory are left out.
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
 section 3.1 (the dynamic program over layers and devices).
@@ -328,23 +328,32 @@ class GroupBounds:
         )
 
     def _byte_ms(self, count: int) -> tuple[float, float]:
-        """Return the least time of a byte of gradients to reduce, and to gather, over any links."""
-        if count == 1 or self._rates is None:
+        """Return the least time of a byte of gradients to reduce, and to gather, in any group."""
+        if count == 1:
             return 0.0, 0.0
-        part = 1e3 * (count - 1) / count
-        return part * (1 / self._rates[0] + 3 / ADD_BYTES_PER_S), part / self._rates[1]
+        reduce, gather = (sums[count - 2] / count for sums in self._least_sums)
+        return reduce + 3e3 * (count - 1) / count / ADD_BYTES_PER_S, gather
 
     @cached_property
-    def _rates(self) -> tuple[float, float] | None:
-        """The highest rates of a link between replicas while devices compute, and while not."""
-        links = self._model.cluster.values()
-        if not links:
-            return None
-        busy, idle = (
-            max(loaded_rate(link, computing).bandwidth_bytes_per_s for link in links)
-            for computing in (True, False)
-        )
-        return busy, idle
+    def _least_sums(self) -> tuple[Table, Table]:
+        """By number of others, the least time of a byte to each, while devices compute or not.
+
+        A group is no faster than one that a device forms with those that it has the fastest links
+        to.
+        """
+        count, found = len(self._problem.devices), []
+        for computing in (True, False):
+            times = np.full((count, count), np.inf)
+            for (source, target), link in self._model.cluster.items():
+                rate = loaded_rate(link, computing).bandwidth_bytes_per_s
+                times[self._number[source], self._number[target]] = 1e3 / rate
+            sums = np.cumsum(np.sort(times, axis=1), axis=1)
+            found.append(sums.min(axis=0))
+        return found[0], found[1]
+
+    @cached_property
+    def _number(self) -> dict[str, int]:
+        return {device.name: number for number, device in enumerate(self._problem.devices)}
 
     def _possible(self, count: int) -> NDArray[np.bool_]:
         """Return which stages have layers, and are not certain to exceed a limit."""

@@ -5,8 +5,9 @@
     a plan of all layers has its costs computed, on devices that are neighbours
     plans whose bound is not below the best objective are left out
 
-Where each layer reads the layer before it, and all links are alike, plans are all that there are,
-and the bounds hold. Elsewhere plans are cuts of the profile's order, and the caller's bound holds.
+Where each layer reads the layer before it, these are all plans, and the bounds hold. Elsewhere
+plans are cuts of the profile's order, and the bound is the work of the batch or of its heaviest
+layer.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class GroupSearch:
         self.bound = self.least
         self._problem = Problem.from_request(self.request)
         self._cluster = {(link.source, link.target): link for link in self.request.placed_on.links}
-        self._is_exact = _has_one_order(self._problem) and self._problem.one_link is not None
+        self._has_one_order = _has_one_order(self._problem)
         rules = self.request.constraints
         self._most = min(rules.max_devices or inf, len(self.request.devices))
 
@@ -153,7 +154,7 @@ class GroupSearch:
             _, _, _, choice, part, siblings = heapq.heappop(heap)
             self._open(heap, next(numbers), choice, siblings)
             if part.position == len(choice.bounds.ends) - 1:
-                self._offer(choice, part.stages)
+                self._offer(choice, part.stages, part.bound)
             else:
                 self._open(heap, next(numbers), choice, choice.bounds.following(part))
         if heap and heap[0][0] < self._limit(known):
@@ -162,7 +163,7 @@ class GroupSearch:
                 self._improve(choice)
         for bound, _, _, choice, _, _ in heap:
             choice.bound = min(choice.bound, max(bound, self.least))
-        if not self._is_exact:
+        if not self._has_one_order:
             for choice in self.choices:
                 choice.bound = max(self.least, choice.bounds.heaviest_layer())
         if is_complete:
@@ -187,14 +188,25 @@ class GroupSearch:
         best = min([known, *(choice.value for choice in self.choices)])
         return best * (1 - PROVEN_GAP / 2)
 
-    def _offer(self, choice: GroupChoice, stages: Stages) -> bool:
-        """Compute the costs of a plan; keep it and return True if it is the best of its choice."""
+    def _offer(self, choice: GroupChoice, stages: Stages, bound: float | None = None) -> bool:
+        """Compute the costs of a plan, and keep it if it is the best of its choice.
+
+        Args:
+            choice: that the plan belongs to.
+            stages: of the plan.
+            bound: of the plan on whatever devices; None if it is an open plan, too.
+
+        Returns:
+            Whether it is the best plan.
+        """
         counts = [count for _, _, count in stages]
         least = self.request.constraints.min_devices or 1
         is_own = len(set(counts)) > 1 and units_of(counts) == choice.model.units
         if not is_own or not least <= sum(counts) <= self._most:
             return False
         before = choice.value
+        if bound is not None and self._problem.one_link is None:
+            choice.bound = min(choice.bound, max(bound, self.least))  # of other groups of devices
         for groups in self._seated(choice, stages):
             result = choice.model.evaluate(groups, choice.value)
             if result is not None:
@@ -280,7 +292,7 @@ class GroupSearch:
         ends = [layer for layer in range(count + 1) if layer not in inside]
         if len(ends) > MOST_ENDS:
             ends = self._light_ends(ends)
-            self._is_exact = False
+            self._has_one_order = False
         return ends
 
     def _light_ends(self, ends: Sequence[int]) -> list[int]:
