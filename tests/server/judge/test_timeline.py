@@ -71,6 +71,15 @@ def test_of_replicas_the_first_pipeline_is_shown_with_its_exchange():
     assert len(shown.passes) == 2 * 2 * placement.chunks
 
 
+def test_different_numbers_of_replicas_are_refused():
+    shared = tuple({"device": name, "samples": 1} for name in ("cuda:1", "cuda:2"))
+    placement = Placement.model_validate(
+        {**placed().model_dump(), "batch_size": 2, "replicas": {"cuda:1": shared}}
+    )
+    with pytest.raises(InputError, match="has 1-2 replicas by stage.*solve with replicas='auto'"):
+        timeline(example(), placement)
+
+
 def test_one_device_has_no_bubble():
     shown = timeline(example(chunks=3), placed(dict.fromkeys(HALVES, "cuda:0")))
     assert (shown.step_ms, shown.bubble, shown.copies) == (pytest.approx(45), 0, ())

@@ -22,6 +22,16 @@ back. With the layers from i on, and d devices::
     A(i, d) = min over j, m of  max( c (work(i, j, m) - k W'),  way(i, j, m) + A(j, d - m) )
     B(i, d) = min over j, m of  max( c work(i, j, m) + slot(i, j, m),  B(j, d - m) )
 
+If not each layer reads the layer before it, a border between stages may leave out layer p and have
+later ones that do not depend on it. With ``free(p)`` the end of all these, a stage that ends before
+layer p has at least the layers before p that no stage before may have::
+
+    A(i, d) = min over j, m, and k from j to free(j) of  max( ..., way(i, j, m) + A(k, d - m) )
+
+Then only terms that grow with the layers of a stage count, so no transfers and exchanges alone.
+``way`` and ``slot(0)`` count for stages with a layer that all others come before or depend on, if
+all values have gradients: no later stage begins before them, or ends after them.
+
 Under objective ``throughput`` the second one, with the load of ``group_costs.py``, is the objective
 itself where links are alike. Messages count over the fastest link, and an exchange over the fastest
 links of a device. Stages whose state and saved tensors exceed a device's memory are left out.
@@ -102,17 +112,33 @@ class GroupBounds:
         counts: the possible numbers of replicas; each divides the units of the model.
         ends: the layers at which stages may begin or end, from 0 to the number of layers.
         devices: how many there are.
+        free: by end, how far the layers of stages before it may reach, as a position in ``ends``;
+            None if stages are cuts of the profile's order.
     """
 
     def __init__(
-        self, model: GroupModel, counts: Sequence[int], ends: Sequence[int], devices: int
+        self,
+        model: GroupModel,
+        counts: Sequence[int],
+        ends: Sequence[int],
+        devices: int,
+        free: Sequence[int] | None = None,
     ) -> None:
+        self._free = free
         self._model, self._problem = model, model.problem
         self.counts, self.devices = tuple(counts), devices
         self.ends = np.array(ends)
         self._is_step = self._problem.request.objective == "step"
         self._steady = pipelines.is_steady_state(self._problem)
         self._terms = {count: self._terms_of(count) for count in self.counts}
+
+    def of_every_order(self, free: Sequence[int]) -> GroupBounds:
+        """Return the bounds of plans whose stages need not be cuts of the profile's order.
+
+        Args:
+            free: by layer, how far the layers of stages before it may reach.
+        """
+        return GroupBounds(self._model, self.counts, range(len(free)), self.devices, free)
 
     def first(self) -> Part:
         """Return the plan without stages yet, with the bound of all plans."""
@@ -182,11 +208,15 @@ class GroupBounds:
         for count in self._usable(part):
             own, left = self._terms[count], part.devices - count
             second = np.maximum(part.most[1], own.whole_ms[at])
-            whole = np.maximum(second, self._whole[left])
+            whole = np.maximum(second, self._with_free_layers(self._whole[left]))
             if self._is_step:
                 first = np.maximum(
                     max(part.most[0], 0.0),
-                    part.way_ms + np.maximum(own.work_ms[at], own.way_ms[at] + self._work[left]),
+                    part.way_ms
+                    + np.maximum(
+                        own.work_ms[at],
+                        own.way_ms[at] + self._with_free_layers(self._work[left]),
+                    ),
                 )
                 extra = own.slot_ms[at] if self._steady and not part.stages else part.first
                 whole = np.maximum(whole, first + extra)
@@ -217,11 +247,18 @@ class GroupBounds:
             best = found[devices - 1].copy()
             for count, (own, added) in terms.items():
                 if count <= devices:
-                    reached = np.maximum(own, added + found[devices - count][None, :])
+                    rest = self._with_free_layers(found[devices - count])
+                    reached = np.maximum(own, added + rest[None, :])
                     best = np.minimum(best, reached.min(axis=1))
             best[-1] = -np.inf
             found[devices] = best
         return found
+
+    def _with_free_layers(self, rest: Table) -> Table:
+        """Return the least value of the layers from an end on, if some may be in earlier stages."""
+        if self._free is None:
+            return rest
+        return np.array([rest[end : free + 1].min() for end, free in enumerate(self._free)])
 
     def _sums(self, sizes: Sequence[float]) -> Table:
         """Return the sums over the layers of each stage."""
@@ -259,6 +296,8 @@ class GroupBounds:
             if value.source + 1 in value.reader_set:
                 there[value.source + 1] += self._value_ms(value.bytes)
                 back[value.source + 1] += self._value_ms(value.gradient_bytes)
+        if self._free is not None:
+            there, back = np.zeros_like(there), np.zeros_like(back)
         return there[self.ends], back[self.ends]
 
     def _value_ms(self, size_bytes: int) -> float:
@@ -302,6 +341,8 @@ class GroupBounds:
         if not self._is_step:
             exchange = layers["gradients"] * (reduce + gather) / chunks
             send, receive = self._messages
+            if self._free is not None:
+                send, receive = np.zeros_like(send), np.zeros_like(receive)
             if problem.request.transfers == "overlapped":
                 load = np.maximum(units * compute + exchange, units * np.maximum(send, receive))
             else:
@@ -309,7 +350,7 @@ class GroupBounds:
             load = np.where(possible, load / self._model.units, np.inf)
             return _Terms(load, load, load, load)
         there, back = self._borders
-        slot = layers["optimizer"] / count
+        slot = alone = layers["optimizer"] / count
         if count > 1:
             exposed = reduce * layers["gradients"] - layers["last pass"]
             waits = gather * layers["gradients"] - layers["forward"]
@@ -318,14 +359,31 @@ class GroupBounds:
         lanes = chunks * units * np.maximum(there, back)[None, :]
         work = chunks * input_ms
         whole = np.maximum(chunks * units * compute + slot, lanes)
+        if self._free is not None:
+            slot = alone
         if not self._steady:
             work = work + slot
+        else:
+            slot = np.where(self._joints > 0, slot, 0.0)
+        way = input_ms + units * (there + back)[None, :]
         return _Terms(
             np.where(possible, work, np.inf),
-            input_ms + units * (there + back)[None, :],
+            np.where(self._joints > 0, way, 0.0),
             np.where(possible, whole, np.inf),
             np.where(possible, slot, np.inf),
         )
+
+    @cached_property
+    def _joints(self) -> Table:
+        """The number of layers of a stage that all later layers wait for, there and back."""
+        problem, layers = self._problem, range(len(self._problem.layers))
+        values = [value for value in problem.values if value.bound_readers]
+        if not all(value.gradient_bytes for value in values):
+            return self._sums([0.0] * len(layers))  # nobody waits for gradients
+        behind = layers_behind(problem)
+        before = [sum(behind[one] >> layer & 1 for one in range(layer)) for layer in layers]
+        joints = [before[layer] + behind[layer].bit_count() == len(layers) for layer in layers]
+        return self._sums([float(joint) for joint in joints])
 
     def _byte_ms(self, count: int) -> tuple[float, float]:
         """Return the least time of a byte of gradients to reduce, and to gather, in any group."""
@@ -374,3 +432,12 @@ def _least_bytes(problem: Problem, index: int, count: int, units: int) -> int:
     state = layer.param_bytes + layer.buffer_bytes + layer.grad_bytes
     state += -(-layer.optimizer_bytes // count)
     return state + (0 if problem.may_recompute else units * layer.saved_bytes)
+
+
+def layers_behind(problem: Problem) -> list[int]:
+    """Return, by layer, a bit for each layer that depends on it, and for itself."""
+    behind = [1 << layer for layer in range(len(problem.layers))]
+    for value in sorted(problem.values, key=lambda value: -value.source):
+        for reader in value.bound_readers:
+            behind[value.source] |= behind[reader]
+    return behind

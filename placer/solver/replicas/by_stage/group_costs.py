@@ -161,17 +161,15 @@ class GroupModel:
             groups: in pipeline order.
             below: the objective that is of interest.
         """
-        problem, again = self.problem, frozenset[int]()
+        problem = self.problem
         firsts = [group.devices[0] for group in groups]
         exchanged = [self.replication_of(group.devices) for group in groups]
         if any(one is None for one in exchanged):
             return None
-        prints = {
-            first: self._footprint(group) for first, group in zip(firsts, groups, strict=True)
-        }
+        group_of = dict(zip(firsts, groups, strict=True))
 
         def footprint_of(device: int) -> Footprint:
-            return prints[device]
+            return self._footprint(group_of[device])
 
         repeated = costs.recomputed(problem, footprint_of, firsts)
         again = frozenset(stage for stage, device in enumerate(firsts) if device in repeated)
@@ -198,16 +196,23 @@ class GroupModel:
 
     def _footprint(self, group: Group) -> Footprint:
         """Return the memory of each device of a group."""
-        problem = self._problem_of(len(group.devices))
-        one = footprint(problem, held_with(problem, group.layers))
-        return _UnitFootprint(
-            one.one,
-            one.kept_bytes,
-            one.entering_bytes,
-            one.recorded,
-            self._units_of(group),
-            problem.weights_apart,
-        )
+        key = group.start, group.stop, len(group.devices)
+        if key not in self._footprints:
+            problem = self._problem_of(len(group.devices))
+            one = footprint(problem, held_with(problem, group.layers))
+            self._footprints[key] = _UnitFootprint(
+                one.one,
+                one.kept_bytes,
+                one.entering_bytes,
+                one.recorded,
+                self._units_of(group),
+                problem.weights_apart,
+            )
+        return self._footprints[key]
+
+    @cached_property
+    def _footprints(self) -> dict[tuple[int, int, int], Footprint]:
+        return {}
 
     def _problem_of(self, replicas: int) -> Problem:
         """Return the problem of one of so many replicas, which has its part of the optimizer."""
@@ -377,19 +382,31 @@ class GroupModel:
             if costs_of is None or costs_of.replicas == 1:
                 found.append(Exchange(0.0, 0.0, 0.0, 0.0, optimizer_ms))
                 continue
-            device = group.devices[0]
-            tails = gradient_exchange.piece_tails(problem, group.layers, device, plan.split)
+            tails = self._tails(group, plan.split)
             ready = [(ended[stage] - tail_ms, size) for tail_ms, size in tails]
             found.append(
                 Exchange(
                     *gradient_exchange.reduced(ready, costs_of.reduce[0], busy[stage]),
                     *gradient_exchange.gathered(
-                        problem, [group.layers], device, costs_of.gather[0]
+                        problem, [group.layers], group.devices[0], costs_of.gather[0]
                     ),
                     optimizer_ms,
                 )
             )
         return tuple(found)
+
+    def _tails(self, group: Group, split: bool) -> list[tuple[float, int]]:
+        """Return what follows each piece of a stage in its last pass, and the piece's bytes."""
+        key = group.start, group.stop
+        if key not in self._known_tails:
+            self._known_tails[key] = gradient_exchange.piece_tails(
+                self.problem, group.layers, group.devices[0], split
+            )
+        return self._known_tails[key]
+
+    @cached_property
+    def _known_tails(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
+        return {}
 
     # Loads
 

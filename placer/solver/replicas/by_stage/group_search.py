@@ -22,12 +22,15 @@ from typing import Protocol
 from placer.schema import PlacementRequest, Profile, Schedule
 from placer.schema.base import PROVEN_GAP
 from placer.solver.problem import Problem
-from placer.solver.replicas.by_stage.group_bounds import GroupBounds, Part
+from placer.solver.replicas.by_stage.group_bounds import GroupBounds, Part, layers_behind
 from placer.solver.replicas.by_stage.group_costs import Group, GroupCosts, GroupModel, units_of
 from placer.solver.step.choices import TRAINING, question
 
 MOST_ENDS = 300
 """The most places where stages may begin: tables of more take seconds for each model."""
+
+MOST_FREE = 500
+"""The most layers of a graph with several orders whose bound is computed by tables."""
 
 LOOKS = 1_000
 """The most plans that are looked at after the best ones, to find one that can be compared."""
@@ -45,8 +48,9 @@ SHIFTS = (1, -1, 2, -2, 4, -4)
 IMPROVED = 4
 """The choices with the best plans that small changes are applied to."""
 
-BEST_FIRST_PART = 0.6
-"""The part of the time in which plans are tried in the order of their bounds."""
+BOUNDS_PART, BEST_FIRST_PART = 0.4, 0.7
+"""The parts of the time after which no more bounds are computed, and after which plans are no
+longer tried in the order of their bounds."""
 
 Open = tuple[float, int, int, "GroupChoice", Part, Iterator[Part]]
 
@@ -108,6 +112,8 @@ class GroupSearch:
 
     def __post_init__(self) -> None:
         self.bound = self.least
+        self._numbers = itertools.count()
+        self._known: dict[GroupBounds, float] = {}
         self._problem = Problem.from_request(self.request)
         self._cluster = {(link.source, link.target): link for link in self.request.placed_on.links}
         self._has_one_order = _has_one_order(self._problem)
@@ -133,18 +139,38 @@ class GroupSearch:
         Args:
             known: an objective; plans that are not below it are left out.
         """
-        heap: list[Open] = []
-        numbers = itertools.count()
         models = self._models()
+        heap = self._begun(models)
+        is_complete = next(models, None) is None
+        self._best_first(heap, known)
+        if heap and heap[0][0] < self._limit(known):
+            placed = [choice for choice in self.choices if choice.costs is not None]
+            for choice in sorted(placed, key=lambda choice: choice.value)[:IMPROVED]:
+                self._improve(choice)
+        if self._has_one_order:
+            for bound, _, _, choice, _, _ in heap:
+                choice.bound = min(choice.bound, max(bound, self.least))
+        if is_complete:
+            self.bound = min((choice.bound for choice in self.choices), default=inf)
+
+    def _begun(self, models: Iterator[GroupChoice]) -> list[Open]:
+        """Return the plans without stages of all choices for which there is time."""
+        heap: list[Open] = []
+        free = None if self._has_one_order else _free_layers(self._problem)
         for choice in models:
             self.choices.append(choice)
+            if free is not None:
+                choice.bound = max(self.least, self._any_order(choice.bounds, free))
             begin = choice.bounds.first()
             if begin.bound < inf:
-                heap.append((begin.bound, 0, next(numbers), choice, begin, iter(())))
-            if self.is_over():
+                heap.append((begin.bound, 0, next(self._numbers), choice, begin, iter(())))
+            if self.is_over(BOUNDS_PART):
                 break
-        is_complete = next(models, None) is None
         heapq.heapify(heap)
+        return heap
+
+    def _best_first(self, heap: list[Open], known: float) -> None:
+        """Extend the plan with the lowest bound, as long as it may be better than the best."""
         looks = 0
         while heap and not self.is_over(BEST_FIRST_PART):
             # at least one plan, to be compared
@@ -152,22 +178,20 @@ class GroupSearch:
                 break
             looks += 1
             _, _, _, choice, part, siblings = heapq.heappop(heap)
-            self._open(heap, next(numbers), choice, siblings)
+            self._open(heap, choice, siblings)
             if part.position == len(choice.bounds.ends) - 1:
                 self._offer(choice, part.stages, part.bound)
             else:
-                self._open(heap, next(numbers), choice, choice.bounds.following(part))
-        if heap and heap[0][0] < self._limit(known):
-            placed = [choice for choice in self.choices if choice.costs is not None]
-            for choice in sorted(placed, key=lambda choice: choice.value)[:IMPROVED]:
-                self._improve(choice)
-        for bound, _, _, choice, _, _ in heap:
-            choice.bound = min(choice.bound, max(bound, self.least))
-        if not self._has_one_order:
-            for choice in self.choices:
-                choice.bound = max(self.least, choice.bounds.heaviest_layer())
-        if is_complete:
-            self.bound = min((choice.bound for choice in self.choices), default=inf)
+                self._open(heap, choice, choice.bounds.following(part))
+
+    def _any_order(self, bounds: GroupBounds, free: Sequence[int]) -> float:
+        """Return a bound on all plans, whatever the order of layers."""
+        if bounds not in self._known:
+            self._known[bounds] = bounds.heaviest_layer()
+            if len(free) <= MOST_FREE:
+                tables = bounds.of_every_order(free)
+                self._known[bounds] = max(self._known[bounds], tables.first().bound)
+        return self._known[bounds]
 
     @property
     def best(self) -> GroupChoice | None:
@@ -175,12 +199,11 @@ class GroupSearch:
         found = [choice for choice in self.choices if choice.costs is not None]
         return min(found, key=lambda choice: choice.value, default=None)
 
-    def _open(
-        self, heap: list[Open], number: int, choice: GroupChoice, parts: Iterator[Part]
-    ) -> None:
+    def _open(self, heap: list[Open], choice: GroupChoice, parts: Iterator[Part]) -> None:
         """Add the next of some plans, which come lowest bound first."""
         part = next(parts, None)
         if part is not None:
+            number = next(self._numbers)
             heapq.heappush(heap, (part.bound, -len(part.stages), number, choice, part, parts))
 
     def _limit(self, known: float) -> float:
@@ -205,7 +228,7 @@ class GroupSearch:
         if not is_own or not least <= sum(counts) <= self._most:
             return False
         before = choice.value
-        if bound is not None and self._problem.one_link is None:
+        if bound is not None and self._has_one_order and self._problem.one_link is None:
             choice.bound = min(choice.bound, max(bound, self.least))  # of other groups of devices
         for groups in self._seated(choice, stages):
             result = choice.model.evaluate(groups, choice.value)
@@ -245,13 +268,17 @@ class GroupSearch:
 
     def _models(self) -> Iterator[GroupChoice]:
         """Yield every measured size, schedule and number of units."""
+        ends = self._ends()
         for profile, units_in_batch in self._sizes():
-            for schedule in self._schedules():
-                for units, counts in self._units(units_in_batch):
+            for units, counts in self._units(units_in_batch):
+                known: dict[bool, GroupBounds] = {}
+                for schedule in self._schedules():
                     asked = question(self.request, profile, units_in_batch // units, schedule, True)
                     model = GroupModel(Problem.from_request(asked), units, self._cluster)
-                    devices = int(self._most)
-                    yield GroupChoice(model, GroupBounds(model, counts, self._ends(), devices))
+                    apart = schedule == "zero-bubble"
+                    if apart not in known:  # the bounds of other schedules are the same
+                        known[apart] = GroupBounds(model, counts, ends, int(self._most))
+                    yield GroupChoice(model, known[apart])
 
     def _sizes(self) -> list[tuple[Profile, int]]:
         if self.request.objective == "step":
@@ -277,7 +304,8 @@ class GroupSearch:
                 for one in multiples
                 if one * count // gcd(one, count) <= MOST_UNITS
             }
-        for units in sorted(multiples - {1}):
+        # the most first: they leave the most numbers of replicas to choose from
+        for units in sorted(multiples - {1}, reverse=True):
             if units_in_batch % units == 0:
                 yield units, tuple(count for count in possible if units % count == 0)
 
@@ -320,6 +348,26 @@ def _has_one_order(problem: Problem) -> bool:
     """Return whether stages can only be cuts of the profile's order: each layer reads the last."""
     pairs = {(value.source, reader) for value in problem.values for reader in value.bound_readers}
     return all((layer, layer + 1) in pairs for layer in range(len(problem.layers) - 1))
+
+
+def _free_layers(problem: Problem) -> list[int]:
+    """Return, by end of a stage, the end of the layers that stages up to there may have.
+
+    A stage that ends before layer p may have later layers, if they do not depend on p. If the next
+    stage begins with such layers only, it may end before a later layer, and so on.
+    """
+    count = len(problem.layers)
+    behind = layers_behind(problem)
+    every = (1 << count) - 1
+    reach = [layer + ((every & ~behind[layer]) >> layer).bit_length() for layer in range(count)]
+    found = []
+    for end in range(count + 1):
+        last = layer = end
+        while layer < count and (layer == end or layer < last):
+            last = max(last, reach[layer])
+            layer += 1
+        found.append(last)
+    return found
 
 
 def _by_host(counts: Sequence[int], hosts: Sequence[list[int]]) -> list[tuple[int, ...]]:
