@@ -9,6 +9,7 @@ import re
 import pytest
 from rows import row
 
+from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest, Timeline
 from placer_server.app import default_solver
 from placer_server.judge.timeline import MAX_PASSES, timeline
@@ -76,7 +77,7 @@ def test_different_numbers_of_replicas_are_refused():
     placement = Placement.model_validate(
         {**placed().model_dump(), "batch_size": 2, "replicas": {"cuda:1": shared}}
     )
-    with pytest.raises(InputError, match="has 1-2 replicas by stage.*solve with replicas='auto'"):
+    with pytest.raises(InputError, match=r"has 1-2 replicas by stage.*solve with replicas='auto'"):
         timeline(example(), placement)
 
 
