@@ -3,12 +3,21 @@
 import itertools
 import math
 from dataclasses import replace
+from random import Random
 
 from enumeration import Enumeration, memories
-from replicated_steps import EveryShape, ReplicatedSteps, buffers, part_of_optimizer
+from replicated_steps import (
+    MB,
+    EveryShape,
+    ReplicatedSteps,
+    buffers,
+    drawn_request,
+    part_of_optimizer,
+)
 
 from placer.schedule import plan, steady_state_ms, step_ms
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
+from placer.schema import Constraints, Edge
 
 
 class EveryStageShape(EveryShape):
@@ -225,3 +234,52 @@ def _bottleneck(request, counts, cuts):
         load = sum(parts) if request.transfers == "added" else max(parts)
         worst = max(worst, load)
     return [worst]
+
+
+def branching_request(seed, **asked):
+    """A question with ample memory, whose layers read some layers before them, or none."""
+    random, order = Random(seed), ("1f1b", "zero-bubble", "fill-drain")[seed % 3]
+    request = drawn_request(seed, devices=(3, 4), schedule=order, constraints=Constraints())
+    names = [f"l{index}" for index in range(random.choice([3, 4]))]
+    readers = {
+        name: tuple(other for other in names[number + 1 :] if random.random() < 0.45)
+        for number, name in enumerate(names)
+    }
+
+    def with_branches(profile):
+        known, size = profile.layers, profile.batch_size * MB
+        layers = [
+            known[number % len(known)].model_copy(update={"name": name})
+            for number, name in enumerate(names)
+        ]
+        edges = [
+            Edge(source=name, targets=targets, bytes=size, gradient_bytes=size)
+            for name, targets in readers.items()
+            if targets
+        ]
+        return profile.model_copy(update={"layers": tuple(layers), "edges": tuple(edges)})
+
+    devices = [one.model_copy(update={"memory_bytes": 10**13}) for one in request.devices]
+    changed = {
+        "replicas": "by-stage",
+        "batch_size": (8, 12)[seed % 2],
+        "profile": with_branches(request.profile),
+        "profiles": tuple(map(with_branches, request.profiles)),
+        "cluster": request.cluster.model_copy(update={"devices": tuple(devices)}),
+        "constraints": Constraints(contiguous=True),
+    }
+    return request.model_copy(update=changed | asked)
+
+
+def in_every_order(request):
+    """The question once for each order of its layers in which values run forwards."""
+    layers = request.profile.layers
+    for order in itertools.permutations(range(len(layers))):
+        place = {layers[index].name: number for number, index in enumerate(order)}
+        edges = request.profile.edges
+        if all(place[edge.source] < place[name] for edge in edges for name in edge.targets):
+            profile, *profiles = (
+                one.model_copy(update={"layers": tuple(one.layers[index] for index in order)})
+                for one in (request.profile, *request.profiles)
+            )
+            yield request.model_copy(update={"profile": profile, "profiles": tuple(profiles)})

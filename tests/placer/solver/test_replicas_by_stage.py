@@ -3,7 +3,12 @@
 import math
 
 import pytest
-from replicas_by_stage import EveryStageShape, smallest_bottleneck
+from replicas_by_stage import (
+    EveryStageShape,
+    branching_request,
+    in_every_order,
+    smallest_bottleneck,
+)
 from replicated_steps import MB, drawn_request
 from rows import row
 from small_requests import SHARE
@@ -15,6 +20,7 @@ from placer.solver.check import check
 from placer.solver.solve import solve
 
 CASES = math.ceil(120 * SHARE)
+BRANCHING_CASES = math.ceil(48 * SHARE)
 HEAVY = 4_000 * MB
 RATE = 1e10
 
@@ -54,6 +60,14 @@ def test_no_cuts_and_numbers_of_replicas_give_a_smaller_bottleneck():
             assert placement.objective_value <= best * (1 + 2e-6)
         if placement.method == "replicas by stage":
             assert placement.objective_value == pytest.approx(best, rel=1e-9)
+
+
+def test_bounds_hold_for_stages_in_every_order_of_the_layers():
+    for seed in range(BRANCHING_CASES):
+        request = branching_request(seed)
+        others = map(EveryStageShape, in_every_order(request))
+        best = min((value for every in others for value in every.by_stage()), default=math.inf)
+        assert solve(request).bound <= best * (1 + 1e-9)
 
 
 def heavy_end(times=(3.0, 1.0), devices=4, chunks=12, **asked):

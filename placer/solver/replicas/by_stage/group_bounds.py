@@ -28,7 +28,8 @@ layer p has at least the layers before p that no stage before may have::
 
     A(i, d) = min over j, m, and k from j to free(j) of  max( ..., way(i, j, m) + A(k, d - m) )
 
-Then only terms that grow with the layers of a stage count, so no transfers and exchanges alone.
+Unless a stage can only have the layers from i to j, only terms count that grow with its layers, so
+no transfers, and no exchange without the passes that hide it.
 ``way`` and ``slot(0)`` count for stages with a layer that all others come before or depend on, if
 all values have gradients: no later stage begins before them, or ends after them.
 
@@ -144,7 +145,13 @@ class GroupBounds:
         """Return the plan without stages yet, with the bound of all plans."""
         begin = Part(0.0, (), self.devices)
         bounds, _ = self._next_bounds(begin)
-        return begin._replace(bound=float(bounds.min(initial=np.inf)))
+        bound = float(bounds.min(initial=np.inf))
+        if self._free is not None:
+            # the first stages may have later layers only
+            later = slice(1, self._free[0] + 1)
+            rest = np.maximum(self._whole[-1], self._work[-1] if self._is_step else -np.inf)
+            bound = min(bound, float(rest[later].min(initial=np.inf)) * (1 - ROUNDING))
+        return begin._replace(bound=bound)
 
     def following(self, part: Part) -> Iterator[Part]:
         """Yield the plans with one more stage, lowest bound first."""
@@ -296,8 +303,6 @@ class GroupBounds:
             if value.source + 1 in value.reader_set:
                 there[value.source + 1] += self._value_ms(value.bytes)
                 back[value.source + 1] += self._value_ms(value.gradient_bytes)
-        if self._free is not None:
-            there, back = np.zeros_like(there), np.zeros_like(back)
         return there[self.ends], back[self.ends]
 
     def _value_ms(self, size_bytes: int) -> float:
@@ -340,9 +345,7 @@ class GroupBounds:
         compute = layers["forward"] + layers["backward"]
         if not self._is_step:
             exchange = layers["gradients"] * (reduce + gather) / chunks
-            send, receive = self._messages
-            if self._free is not None:
-                send, receive = np.zeros_like(send), np.zeros_like(receive)
+            send, receive = (np.where(self._exact, one, 0.0) for one in self._messages)
             if problem.request.transfers == "overlapped":
                 load = np.maximum(units * compute + exchange, units * np.maximum(send, receive))
             else:
@@ -350,28 +353,40 @@ class GroupBounds:
             load = np.where(possible, load / self._model.units, np.inf)
             return _Terms(load, load, load, load)
         there, back = self._borders
-        slot = alone = layers["optimizer"] / count
+        slot = layers["optimizer"] / count
+        whole_slot = slot
         if count > 1:
             exposed = reduce * layers["gradients"] - layers["last pass"]
             waits = gather * layers["gradients"] - layers["forward"]
-            slot = slot + np.maximum(exposed, 0.0) + np.maximum(waits, 0.0)
+            whole_slot = slot + np.maximum(exposed, 0.0) + np.maximum(waits, 0.0)
+        slot = np.where(self._exact, whole_slot, slot)
         input_ms = units * (compute - layers["weights"])
-        lanes = chunks * units * np.maximum(there, back)[None, :]
-        work = chunks * input_ms
-        whole = np.maximum(chunks * units * compute + slot, lanes)
-        if self._free is not None:
-            slot = alone
-        if not self._steady:
-            work = work + slot
-        else:
+        lanes = np.where(self._exact, chunks * units * np.maximum(there, back)[None, :], 0.0)
+        work, way = chunks * input_ms, input_ms
+        if self._free is None:
+            way = way + units * (there + back)[None, :]
+        if self._steady:
             slot = np.where(self._joints > 0, slot, 0.0)
-        way = input_ms + units * (there + back)[None, :]
+        else:
+            work = work + slot
+        whole = np.maximum(chunks * units * compute + whole_slot, lanes)
         return _Terms(
             np.where(possible, work, np.inf),
             np.where(self._joints > 0, way, 0.0),
             np.where(possible, whole, np.inf),
             np.where(possible, slot, np.inf),
         )
+
+    @cached_property
+    def _exact(self) -> NDArray[np.bool_]:
+        """Whether a stage from a layer to an end has these layers and no others."""
+        places = np.arange(len(self.ends))
+        if self._free is None:
+            return np.ones((len(places), len(places)), dtype=bool)
+        free = np.array(self._free)
+        before = np.concatenate([[-1], np.maximum.accumulate(free)[:-1]])
+        # no stage before has a later layer, and none of them leaves out an earlier one
+        return np.asarray((before < places)[:, None] & (free == places)[None, :])
 
     @cached_property
     def _joints(self) -> Table:

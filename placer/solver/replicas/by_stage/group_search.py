@@ -5,9 +5,8 @@
     a plan of all layers has its costs computed, on devices that are neighbours
     plans whose bound is not below the best objective are left out
 
-Where each layer reads the layer before it, these are all plans, and the bounds hold. Elsewhere
-plans are cuts of the profile's order, and the bound is the work of the batch or of its heaviest
-layer.
+Where each layer reads the layer before it, these are all plans. Elsewhere plans are cuts of the
+profile's order, but the bound of the answer holds for stages in every order.
 """
 
 from __future__ import annotations
