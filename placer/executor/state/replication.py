@@ -49,6 +49,56 @@ class Replication:
             PlacementError: the replicas do not form equal pipelines.
         """
         given = placement.replicas
+        if not given:
+            return cls()
+        samples = _samples_by_pipeline(placement)
+        devices = {
+            device(name): tuple(device(one.device) for one in found)
+            for name, found in given.items()
+        }
+        _refuse_shared_devices(devices)
+        return cls(devices, samples) if len(samples) > 1 else cls()
+
+    @property
+    def count(self) -> int:
+        """The number of pipelines."""
+        return len(self.samples)
+
+    @cached_property
+    def turns(self) -> tuple[int, ...]:
+        """The pipelines that consecutive batches of a stream go to.
+
+        Each takes batches in proportion to its samples.
+        """
+        taken = [0] * self.count
+        order = []
+        for _ in range(sum(self.samples) // math.gcd(*self.samples)):
+            chosen = min(range(self.count), key=lambda one: (taken[one] + 1) / self.samples[one])
+            taken[chosen] += 1
+            order.append(chosen)
+        return tuple(order)
+
+    def every_device(self) -> Iterator[torch.device]:
+        """Yield all devices that hold replicas."""
+        for found in self.devices.values():
+            yield from found
+
+    def of(self, device: torch.device) -> tuple[torch.device, ...]:
+        """Return the devices that hold what the map has on a device, by pipeline."""
+        return self.devices.get(device, (device,) * self.count)
+
+    def places(self, pipeline: int, places: Sequence[torch.device]) -> list[torch.device]:
+        """Return the devices of layers in a pipeline, from those in pipeline 0."""
+        return [self.of(place)[pipeline] for place in places]
+
+
+def _samples_by_pipeline(placement: Placement) -> tuple[int, ...]:
+    """Return the samples of each pipeline in a micro-batch.
+
+    Raises:
+        PlacementError: a stage has other numbers of replicas or samples than another.
+    """
+    given = placement.replicas
     counts = placement.replicas_by_stage
     if len(set(counts)) > 1:
         raise PlacementError(
