@@ -6,8 +6,8 @@ to the target of the value; ``met`` covers both.
 
 ``PLACER_SOLVER_CASES="models,neurips20 layer_bert24"`` runs only the cases of a group
 (``contiguous``, ``free``, ``latency``, ``pipedream``, ``models``, ``memory``, ``steps``,
-``replicas``, ``overhead``, ``large``) or whose names start with the given text. Rows of other cases
-stay if machine and versions are the same.
+``replicas``, ``by-stage``, ``overhead``, ``large``) or whose names start with the given text. Rows
+of other cases stay if machine and versions are the same.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def every() -> dict[str, Case]:
         *_memory(),
         *_steps(),
         *_replicas(),
+        *_by_stage(),
         *_chains(),
     ]
     return {case.name: case for case in cases}
@@ -276,6 +277,19 @@ def _replicas() -> Iterator[Case]:
         asked = partial(replicated.of_profile, name, 64, **many)
         case = f"pipedream {name}, replicas on 64 devices, step"
         yield Case("replicas", case, partial(replicated.row, asked, wanted))
+
+
+def _by_stage() -> Iterator[Case]:
+    """Return requests whose stages may each have a number of replicas of their own.
+
+    They have one device per host, and an exchange for each micro-batch, as in PipeDream.
+    """
+    wanted = Wanted(gap=2.0, time_s=REPLICAS_LIMIT_S + 1)
+    planned = [("vgg16", 4), ("vgg16", 8), ("vgg16", 16), ("gnmt_large", 16), ("resnet101", 16)]
+    for name, devices in planned:
+        asked = partial(replicated.by_stage, name, devices, time_limit_s=REPLICAS_LIMIT_S)
+        case = f"pipedream {name}, replicas by stage on {devices} devices, bottleneck"
+        yield Case("by-stage", case, partial(replicated.row_by_stage, asked, wanted))
 
 
 def _chains() -> Iterator[Case]:

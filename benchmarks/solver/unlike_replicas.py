@@ -1,4 +1,4 @@
-r"""Stages with unlike numbers of replicas, which Placer does not run: what they would gain.
+r"""Stages with unlike numbers of replicas, planned apart from the solver.
 
 PipeDream gives each stage replicas of its own, which take micro-batches in turn: ``15-1`` are
 fifteen replicas of the first stage and one of the second. On alike devices with alike links, a

@@ -26,6 +26,7 @@ class Format(ABC):
         contiguous: whether values never come back to a device, which ``in_segments`` implies.
         trains: whether the engine trains models or only serves them; None: it does both.
         replicates: whether the engine also runs equal copies of the pipeline.
+        replicates_by_stage: whether stages may have numbers of replicas of their own.
         states_replicas: whether the text says which devices are replicas.
         copies_shared: whether layers that share parameters may be on several devices.
     """
@@ -37,6 +38,7 @@ class Format(ABC):
     contiguous: ClassVar[bool] = False
     trains: ClassVar[bool | None] = None
     replicates: ClassVar[bool] = False
+    replicates_by_stage: ClassVar[bool] = False
     states_replicas: ClassVar[bool] = False
     copies_shared: ClassVar[bool] = False
 
@@ -118,11 +120,11 @@ class Format(ABC):
                 f"{self.title} has no replicas, and this placement shares the layers of "
                 f"{next(iter(plan.replicas))} among {plan.pipelines} devices: {self.advice}"
             )
-        if len(set(map(len, plan.replicas.values()))) > 1:
+        if len(set(plan.replicas_by_stage.values())) > 1 and not self.replicates_by_stage:
+            counts = [f"{count} of {device}" for device, count in plan.replicas_by_stage.items()]
             raise PlacementError(
                 f"{self.title} needs equally many replicas of every stage, and this placement has "
-                f"{', '.join(f'{len(each)} of {device}' for device, each in plan.replicas.items())}"
-                f": {self.advice}"
+                f"{', '.join(counts)}: {self.advice}"
             )
         if uneven := [device for device, each in plan.samples.items() if len(set(each)) > 1]:
             raise PlacementError(

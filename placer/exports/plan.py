@@ -49,6 +49,12 @@ class Plan:
         return max(map(len, self.replicas.values()), default=1)
 
     @property
+    def replicas_by_stage(self) -> dict[str, int]:
+        """Return the number of devices that hold each stage, by its first device."""
+        stages = self.stages or dict.fromkeys(self.layer_devices.values())
+        return {device: len(self.replicas.get(device, ())) or 1 for device in stages}
+
+    @property
     def ranks(self) -> list[str]:
         """Return all devices, stage by stage, with the replicas of a stage next to each other."""
         stages = self.stages or dict.fromkeys(self.layer_devices.values())

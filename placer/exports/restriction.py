@@ -9,6 +9,7 @@ from placer.errors import InputError, PlacementError
 from placer.exports.format import Format
 from placer.exports.formats import format_named
 from placer.exports.units import Unit
+from placer.schema.base import Replicas
 from placer.schema.placement import Infeasibility
 from placer.schema.profile import Edge, Profile
 from placer.schema.request import PlacementRequest, pins_apart
@@ -49,7 +50,7 @@ def expressible(request: PlacementRequest) -> PlacementRequest:
         update={
             "for_format": None,
             "constraints": rules.model_copy(update=changed),
-            "replicas": request.replicas if form.replicates else "never",
+            "replicas": _replicas(request, form),
             "profile": _in_order(request.profile, form, units),
             "profiles": tuple(_in_order(each, form, units) for each in request.profiles),
             "token_profile": None
@@ -111,3 +112,12 @@ def _in_order(profile: Profile, form: Format, units: Sequence[Unit]) -> Profile:
         if (index, index + 1) not in fed
     )
     return profile.model_copy(update={"edges": (*profile.edges, *empty)}) if empty else profile
+
+
+def _replicas(request: PlacementRequest, form: Format) -> Replicas:
+    """Return which replicas the engine runs, of those that the request allows."""
+    if not form.replicates:
+        return "never"
+    if request.replicas == "by-stage" and not form.replicates_by_stage:
+        return "auto"
+    return request.replicas

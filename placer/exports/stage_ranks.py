@@ -61,7 +61,7 @@ def first_ranks(ranks: Mapping[int, Sequence[int]], devices: int, title: str) ->
     if len({len(own) for own in ranks.values()}) > 1:
         replicas = ", ".join(str(len(own)) for own in ranks.values())
         raise InputError(
-            f"the stages of {title} have {replicas} replicas, and Placer has equally many of each "
-            "stage; give each stage as many ranks"
+            f"the stages of {title} have {replicas} replicas, and a map describes one of several "
+            "equal pipelines; give each stage as many ranks"
         )
     return {stage: own[0] for stage, own in ranks.items()}

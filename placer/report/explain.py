@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from math import lcm
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -329,6 +330,10 @@ def _shares(placement: Placement) -> list[str]:
     members = next(iter(placement.replicas.values()), ())
     if not members:
         return []
+    if len(set(placement.replicas_by_stage)) > 1:
+        counts = placement.replicas_by_stage
+        parts = ", ".join(count_text(placement.batch_size // one, "sample") for one in counts)
+        return [f"replicas    {_by_stage(counts)} by stage: each computes {parts} of a micro-batch"]
     samples = {replica.samples for replica in members}
     if len(samples) == 1:
         shares = f"each computes {count_text(samples.pop(), 'sample')} of a micro-batch"
@@ -347,11 +352,19 @@ def _shape_texts(step: Step) -> list[str]:
     The search of a shape ends once its bound shows that another one is shorter.
     """
     groups: dict[int, list[StepChoice]] = {}
+    by_stage: dict[tuple[int, ...], float] = {}
     for choice in step.choices:
-        groups.setdefault(choice.replicas, []).append(choice)
-    if groups.keys() <= {1}:
+        if choice.replicas_by_stage:
+            key, step_ms = choice.replicas_by_stage, choice.objective_value or 0.0
+            by_stage[key] = min(step_ms, by_stage.get(key, step_ms))
+        else:
+            groups.setdefault(choice.replicas, []).append(choice)
+    if groups.keys() <= {1} and not by_stage:
         return []
-    texts: list[tuple[float, str]] = []
+    texts: list[tuple[float, str]] = [
+        (step_ms, f"{_by_stage(counts)} replicas by stage: {ms_text(step_ms)}")
+        for counts, step_ms in by_stage.items()
+    ]
     for replicas, choices in groups.items():
         known = [(one.objective_value, one) for one in choices if one.objective_value is not None]
         bound = min((one.bound for one in choices if one.bound is not None), default=None)
@@ -367,6 +380,11 @@ def _shape_texts(step: Step) -> list[str]:
     return [text for _, text in sorted(texts)]
 
 
+def _by_stage(counts: Sequence[int]) -> str:
+    """Return the numbers of replicas of stages, as PipeDream writes them."""
+    return "-".join(map(str, counts))
+
+
 def _shape_text(stages: int, replicas: int) -> str:
     """Return the name of a shape."""
     if replicas == 1:
@@ -377,9 +395,11 @@ def _shape_text(stages: int, replicas: int) -> str:
 def _choice_text(choice: Placement | StepChoice) -> str:
     segments = "" if choice.contiguous else ", several segments a device"
     chunks = count_text(choice.chunks, "micro-batch", "micro-batches")
-    given = choice.replicas
-    count = given if isinstance(given, int) else max(map(len, given.values()), default=1)
-    replicas = f", {count} replicas" if count > 1 else ""
+    counts: tuple[int, ...] = choice.replicas_by_stage or (1,)
+    if isinstance(choice, StepChoice) and not choice.replicas_by_stage:
+        counts = (choice.replicas,)
+    count = _by_stage(counts) if len(set(counts)) > 1 else counts[0]
+    replicas = "" if count == 1 else f", {count} replicas"
     return f"{chunks} of {choice.batch_size}, {choice.schedule}{segments}{replicas}"
 
 
@@ -390,8 +410,8 @@ def _objective_text(placement: Placement) -> str:
     if placement.generation is not None and placement.generation.sequences_in_flight > 1:
         measure = "time between the ends of two generations"
     if placement.objective == "throughput" and placement.replicas:
-        members = next(iter(placement.replicas.values()))
-        measure = f"bottleneck per {count_text(members[0].samples, 'sample')}"
+        samples = placement.batch_size // lcm(*placement.replicas_by_stage)
+        measure = f"bottleneck per {count_text(samples, 'sample')}"
     return f"{placement.objective}: {measure} {shown}"
 
 

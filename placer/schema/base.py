@@ -77,7 +77,7 @@ Recompute = Literal["never", "auto", "always"]
 """Whether a device runs forward again before each backward pass; ``auto``: only if memory requires
 it."""
 
-Replicas = Literal["never", "auto"]
+Replicas = Literal["never", "auto", "by-stage"]
 """Whether stages may be replicated; ``auto``: where this makes the objective smaller."""
 
 FormatName = Literal[

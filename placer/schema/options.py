@@ -204,9 +204,13 @@ class SolveOptions(Wire):
     """Whether several devices may hold the same stage and share each batch.
 
     ``auto``: also consider data parallelism, and pipelines that are replicated on equal groups of
-    devices. Only training under objectives ``step`` and ``throughput`` accepts it. ``suggest``
-    uses it for a training step by default, unless the model cannot be replicated. Placements that
-    pin or forbid layers have no replicas. See the page about replicas in the documentation."""
+    devices. ``by-stage``: also consider stages that each have a number of replicas of their own, on
+    alike devices. Such answers are for plans and exports; ``update_flow`` does not run them.
+
+    Only training under objectives ``step`` and ``throughput`` accepts ``auto`` and ``by-stage``.
+    ``suggest`` uses ``auto`` for a training step by default, unless the model cannot be replicated.
+    Placements that pin or forbid layers have no replicas. See the page about replicas in the
+    documentation."""
 
     for_format: FormatName | None = None
     """Consider only placements that this format of another engine can express.

@@ -209,7 +209,10 @@ class StepChoice(Wire):
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether each device has one stage.
-        replicas: pipelines among which each micro-batch is shared.
+        replicas: pipelines among which each micro-batch is shared; where stages have numbers of
+            replicas of their own, the largest of them.
+        replicas_by_stage: the number of replicas of each stage in the shortest step found, in
+            pipeline order, where stages have numbers of their own; empty otherwise.
         stages: the devices of a pipeline in the shortest step found; None without one, and where
             no replicas were asked for.
         objective_value: the shortest step found, in ms; None without one.
@@ -221,6 +224,7 @@ class StepChoice(Wire):
     schedule: Schedule
     contiguous: bool
     replicas: Annotated[int, Field(ge=1)] = 1
+    replicas_by_stage: tuple[Annotated[int, Field(ge=1)], ...] = ()
     stages: Annotated[int, Field(ge=1)] | None = None
     objective_value: Annotated[float, Field(ge=0)] | None = None
     bound: Annotated[float, Field(ge=0)] | None = None
@@ -311,7 +315,8 @@ class Placement(Wire):
         objective: the minimised quantity.
         objective_value: its value, ms or bytes; None without a placement. Under the objective
             ``throughput``, R replicas share micro-batches that are R times the profiled size; the
-            value is the busiest device's time for such a micro-batch, divided by R.
+            value is the busiest device's time for such a micro-batch, divided by R. Where stages
+            have numbers of replicas of their own, R is the least common multiple of them.
         bound: a proven lower bound of the objective.
         gap: (objective_value - bound) / objective_value.
         method: the algorithm that found and proved it.
@@ -319,9 +324,10 @@ class Placement(Wire):
         model: the name of the model's class.
         layer_devices: the device of each layer, in execution order; empty without a placement.
         replicas: for each device of ``layer_devices`` whose layers several devices hold: all of
-            these, the device itself first. Their samples add up to ``batch_size``. The replicas at
-            one position of all devices form a pipeline of their own. Empty if every layer is on
-            one device.
+            these, the device itself first. Their samples add up to ``batch_size``. Where all stages
+            have equally many, the replicas at one position of all devices form a pipeline of their
+            own. Otherwise each micro-batch is divided again between stages. Empty if every layer
+            is on one device.
         resting: by layer, where its parameters rest between passes: ``host``, in the memory of its
             device's host. A pass copies them to the device, into one of two buffers, while earlier
             layers compute. The parameters of other layers stay on their device.
@@ -433,6 +439,14 @@ class Placement(Wire):
                 f"host, which a placement with {kind} does not support; leave resting out"
             )
         return self
+
+    @property
+    def replicas_by_stage(self) -> tuple[int, ...]:
+        """Return the number of devices that hold each stage, in pipeline order."""
+        used = dict.fromkeys(self.layer_devices.values())
+        # a map that was changed by hand may have other stages
+        stages = self.stages if set(self.stages) == set(used) else used
+        return tuple(len(self.replicas.get(device, ())) or 1 for device in stages)
 
     def to_json(self) -> str:
         """Return the placement as readable JSON."""

@@ -48,7 +48,7 @@ def placed(
     timed = problem.request.objective not in ("memory", "devices") and value > 0
     names = [device.name for device in problem.devices]
     return Placement(
-        **_header(problem, method, solve_time_s),
+        **header(problem, method, solve_time_s),
         status="optimal" if gap <= PROVEN_GAP else "feasible",
         objective_value=value,
         bound=bound,
@@ -113,7 +113,7 @@ def nothing(
 ) -> Placement:
     """Return an answer without a placement: infeasible for a reason, or unknown if time ran out."""
     return Placement(
-        **_header(problem, method, solve_time_s),
+        **header(problem, method, solve_time_s),
         status="unknown" if reason is None else "infeasible",
         bound=bound if reason is None else None,
         single_device=single_device(problem),
@@ -147,7 +147,8 @@ def single_device(problem: Problem) -> SingleDevice:
     )
 
 
-def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any]:
+def header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any]:
+    """Return the fields of a placement that its map does not change."""
     request, profile = problem.request, problem.request.profile
     return {
         "id": request.content_hash(),

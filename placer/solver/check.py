@@ -15,7 +15,7 @@ from placer.errors import PlacementError
 from placer.exports.restriction import expressible
 from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
 from placer.schema.base import PROVEN_GAP
-from placer.solver.referee import generation, recompute, replicas, step, tiers
+from placer.solver.referee import by_stage, generation, recompute, replicas, step, tiers
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
 from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, times_of
@@ -45,6 +45,9 @@ def check(request: PlacementRequest, placement: Placement) -> None:
         return
     if request.objective == "generation":
         _check_generation(request, placement)
+        return
+    if by_stage.is_by_stage(placement):
+        _check_by_stage(request, placement)
         return
     if placement.replicas:
         _check_replicas(request, placement)
@@ -143,6 +146,61 @@ def _check_replicas(request: PlacementRequest, placement: Placement) -> None:
         step.check_choices(request, placement)
     else:
         _check_value(placement, busiest / _replicas(placement))
+    _check_single_device(request, placement)
+    _check_ties(request, placement)
+    _check_limits(request, placement)
+
+
+def _check_by_stage(request: PlacementRequest, placement: Placement) -> None:
+    """Check stages with unlike numbers of replicas: as a placement of one unit, then the shares."""
+    is_step = request.objective == "step"
+    require((placement.step is not None) == is_step, "step comes with objective 'step' alone")
+    found = by_stage.claim(request, placement)
+    asked, own = found.request, found.placement
+    _check_header(asked, own)
+    where, stages = own.layer_devices, own.stages
+    first_of = by_stage.firsts(found)
+    require(by_stage.in_order(found, own.recompute), "some replicas of a stage recompute")
+    again = tuple(dict.fromkeys(first_of.get(name, name) for name in own.recompute))
+    first_recompute = own.model_copy(update={"recompute": again})
+    _check_recompute(asked, where, first_recompute)
+    repeated = recompute.repeated(asked, where, again)
+    _check_rules(repeated, where, contiguous=True)
+    _check_stages(repeated, where, own)
+    rate_of = by_stage.rates(request, found)
+    reading = by_stage.UnitReading(found, repeated)
+    _check_in_flight(repeated, own, reading)
+    times = by_stage.times_by_device(repeated, found)
+    if not is_step:
+        by_stage.with_exchange(repeated, found, times, rate_of)
+    equal("devices", [load.device for load in own.devices], [one.name for one in asked.devices])
+    largest = max(load.load_ms for load in own.devices)
+    layers = _by_device(asked, where)
+    for device, load in zip(asked.devices, own.devices, strict=True):
+        first = first_of.get(device.name)
+        equal(f"layers of {device.name}", load.layers, len(layers[first]) if first else 0)
+        _check_load(repeated, times[device.name], load)
+        equal(f"bottleneck of {device.name}", load.bottleneck, close(load.load_ms, largest))
+        if first is None:
+            equal(f"memory of {device.name}", load.memory.total_bytes, 0)
+            continue
+        memory, share = by_stage.memory_of(found, first), found.share(first)
+        apart = _backwards(asked, own, first)
+        flight = own.in_flight[stages.index(first)] * share
+        at_first = load.model_copy(update={"device": first})
+        _check_state(memory.request, memory.layers_of(first), at_first, memory)
+        backwards = None if apart is None else apart * share
+        held = device.model_copy(update={"name": first})
+        _check_memory(memory, flight, backwards, first_recompute, held, at_first)
+    if is_step:
+        exchanged = replicas.exchange_readings(asked, reading, rate_of)
+        _check_value(
+            placement,
+            replicas.check_step(request, placement, [reading], [exchanged], by_stage=True),
+        )
+        step.check_choices(request, placement)
+    else:
+        _check_value(placement, largest / found.units)
     _check_single_device(request, placement)
     _check_ties(request, placement)
     _check_limits(request, placement)

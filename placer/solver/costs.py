@@ -182,11 +182,11 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     pipeline = plan = None
     exchanged: dict[int, Exchange] = {}
     rooms: Callable[[], tuple[int, ...]] = cache(
-        partial(_rooms, problem, stages, footprints, again)
+        partial(rooms_of, problem, stages, footprints, again)
     )
-    use = partial(_memory, problem, stages, footprints, again, rooms)
+    use = partial(memory_of, problem, stages, footprints, again, rooms)
     least_use = partial(
-        _memory, problem, stages, footprints, again, lambda: _least_rooms(problem, stages)
+        memory_of, problem, stages, footprints, again, lambda: _least_rooms(problem, stages)
     )
     # Only this objective simulates the schedule. All others need the loads, the memory or the
     # number of devices alone.
@@ -195,7 +195,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
         if _by_segment(problem):
             held = SegmentMemory(problem, tuple(assignment), footprints)
             plan = pipelines.plan_of(
-                problem, pipeline, lambda flight: _within_limits(problem, held.use(flight))
+                problem, pipeline, lambda flight: within_limits(problem, held.use(flight))
             )
             use = least_use = partial(held.use, plan.in_flight)
         else:
@@ -264,7 +264,7 @@ def fits(problem: Problem, costs: Costs) -> bool:
     most_ms = problem.request.bottleneck_ms
     if most_ms is not None and max(costs.load_ms) > most_ms * (1 + ROUNDING):
         return False
-    return _within_limits(problem, costs.memory)
+    return within_limits(problem, costs.memory)
 
 
 def judged(problem: Problem, assignment: Assignment) -> Costs | None:
@@ -329,7 +329,7 @@ def loads(
     return compute, send, receive
 
 
-def _memory(
+def memory_of(
     problem: Problem,
     stages: Sequence[int],
     footprints: Footprints,
@@ -341,14 +341,14 @@ def _memory(
     flights = dict.fromkeys(range(len(problem.devices)), (chunks, problem.backwards(chunks)))
     # placements that need not be contiguous have no stages' rooms
     for stage, room in enumerate(rooms()):
-        flights[stages[stage]] = room, _backwards(problem, len(stages), stage, room)
+        flights[stages[stage]] = room, backwards_of(problem, len(stages), stage, room)
     return tuple(
         footprints(d).use(flight, d in again, backwards)
         for d, (flight, backwards) in flights.items()
     )
 
 
-def _rooms(
+def rooms_of(
     problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]
 ) -> tuple[int, ...]:
     """Return by stage for how many micro-batches it has room.
@@ -368,7 +368,7 @@ def _rooms(
         for more in range(
             fewest + 1, schedule.in_flight(request.schedule, count, stage, request.chunks) + 1
         ):
-            backwards = _backwards(problem, count, stage, more)
+            backwards = backwards_of(problem, count, stage, more)
             if footprints(device).total_bytes(more, device in again, backwards) > limit:
                 break
             room = more
@@ -377,7 +377,7 @@ def _rooms(
     return tuple(most_that_fit(stage, fewest) for stage, fewest in enumerate(least))
 
 
-def _backwards(problem: Problem, stages: int, stage: int, room: int) -> int:
+def backwards_of(problem: Problem, stages: int, stage: int, room: int) -> int:
     """Return for how many micro-batches in flight backward passes have memory of their own."""
     request = problem.request
     return -(-room // schedule.sharing(request.schedule, stages, stage, request.chunks, room))
@@ -393,7 +393,8 @@ def _least_rooms(problem: Problem, stages: Sequence[int]) -> tuple[int, ...]:
     return tuple(least_in_flight(problem, stages, device) for device in stages)
 
 
-def _within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
+def within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
+    """Return whether each device has memory for its use."""
     return all(
         use.total_bytes <= device.usable_bytes
         for use, device in zip(uses, problem.devices, strict=True)

@@ -298,10 +298,10 @@ class Problem:
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
         """The bytes of values that are made before a layer and read from it on, by layer."""
-        place = {layer.name: index for index, layer in enumerate(self.layers)}
+        # not the profile's edges: layers may be merged
         values = (
-            (edge.bytes, place[edge.source], max(place[target] for target in edge.targets))
-            for edge in self.request.profile.edges
+            (value.bytes, value.source, max(value.readers, default=value.source))
+            for value in self.values
         )
         return tuple(gradient_pieces.crossing_bytes(values, len(self.layers)))
 

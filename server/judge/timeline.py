@@ -104,8 +104,8 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         placement: Placement with a map.
 
     Raises:
-        InputError: The placement has no map, its map cannot run, or the request does not allow its
-            choice.
+        InputError: The placement has no map or different numbers of replicas, its map cannot run,
+            or the request does not allow its choice.
     """
     from placer import schedule
     from placer.solver import pipelines
@@ -115,6 +115,12 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         raise InputError(
             f"placement {placement.id} is {placement.status}: it has no map, so there is no"
             " timeline"
+        )
+    if len(set(placement.replicas_by_stage)) > 1:
+        counts = "-".join(map(str, placement.replicas_by_stage))
+        raise InputError(
+            f"placement {placement.id} has {counts} replicas by stage, which a timeline does not"
+            " show; solve with replicas='auto'"
         )
     asked = _asked(request, placement)
     # Only objective "step" allows "auto", and its placements name the chosen schedule.

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from placer.solver.solve import solve
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -283,6 +285,40 @@ def test_no_stages_with_replicas_of_their_own_have_a_smaller_bottleneck(part):
     best = plans.best()
     assert plans.bottleneck(best) == pytest.approx(min(every))
     assert best.predicted_ms == pytest.approx(min(every))
+
+
+def test_answers_by_stage_have_the_smallest_bottleneck_of_a_second_program(part):
+    replicated, unlike = part("replicated"), part("unlike_replicas")
+    for heavy in range(5):
+        # 12 micro-batches can be shared by 1 to 4 replicas
+        asked = part("chain").request(
+            5,
+            4,
+            chunks=12,
+            replicas="by-stage",
+            objective="throughput",
+            schedule="1f1b",
+            cluster=replicated.of_hosts(4, "made up", per_host=1),
+        )
+        layers = tuple(
+            layer.model_copy(update={"grad_bytes": 10**9 if index == heavy else 0})
+            for index, layer in enumerate(asked.profile.layers)
+        )
+        asked = asked.model_copy(
+            update={"profile": asked.profile.model_copy(update={"layers": layers})}
+        )
+        best = unlike.UnlikeReplicas(asked).best()
+        assert len({stage.replicas for stage in best.stages}) > 1
+        assert solve(asked).objective_value == pytest.approx(best.predicted_ms, rel=2e-6)
+
+
+def test_answers_by_stage_are_the_configurations_of_pipedreams_authors(part):
+    replicated = part("replicated")
+    for devices in (4, 8):
+        placement = solve(replicated.by_stage("vgg16", devices))
+        shape = "-".join(map(str, placement.replicas_by_stage))
+        assert shape == replicated.CONFIGURATIONS["vgg16", devices]
+        assert placement.status == "optimal"
 
 
 @pytest.mark.parametrize(

@@ -96,21 +96,17 @@ def _samples_by_pipeline(placement: Placement) -> tuple[int, ...]:
     """Return the samples of each pipeline in a micro-batch.
 
     Raises:
-        PlacementError: a stage has no entry, or other numbers of replicas or samples than another.
+        PlacementError: a stage has other numbers of replicas or samples than another.
     """
     given = placement.replicas
-    counts = {name: len(found) for name, found in given.items()}
-    if len(set(counts.values())) > 1:
+    counts = placement.replicas_by_stage
+    if len(set(counts)) > 1:
         raise PlacementError(
-            f"stages have different numbers of replicas ({_listed(counts)}), and "
-            "only equal pipelines run: give every device of `layer_devices` as many replicas"
+            f"the stages have different numbers of replicas, {'-'.join(map(str, counts))}, and "
+            "only equal pipelines run: solve with replicas='auto', export the placement with "
+            "placement.export('pipedream'), or give every device of `layer_devices` as many "
+            "replicas"
         )
-    for name in dict.fromkeys(placement.layer_devices.values()):
-        if name not in given:
-            raise PlacementError(
-                f"`replicas` has no entry for {name}, which holds layers; give every device of "
-                "`layer_devices` as many replicas"
-            )
     rows = {name: tuple(one.samples for one in found) for name, found in given.items()}
     (name, samples), *others = rows.items()
     for other, differing in others:
@@ -181,7 +177,3 @@ def owners(
             loads[owner] = loads.get(owner, 0) + tensor_bytes(parameter)
             found[name] = owner
     return found
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in counts.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import lcm
 from typing import Any
 
 from placer.errors import InputError
@@ -36,6 +37,7 @@ class PipeDream(Format):
     )
     trains = True
     replicates = True
+    replicates_by_stage = True
     states_replicas = True
 
     def units(self, layers: Sequence[str]) -> list[Unit]:
@@ -69,9 +71,10 @@ class PipeDream(Format):
             "placement's layers, and then the loss."
         ]
         if plan.training:
+            units = lcm(*plan.replicas_by_stage.values())
             found.append(
-                f"The placement was solved for -b {plan.batch_size // plan.pipelines}; replicas of "
-                "a stage take whole minibatches in turn."
+                f"The placement was solved for -b {plan.batch_size // units}; replicas of a stage "
+                "take whole minibatches in turn."
             )
         return [*found, *super().notes(plan)]
 

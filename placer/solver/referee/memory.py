@@ -28,10 +28,12 @@ def stage_pieces(request: PlacementRequest, layers: Sequence[Layer]) -> list[ran
         (edge.bytes, order[edge.source], max(order[target] for target in edge.targets))
         for edge in request.profile.edges
     ]
-    crossing = [
-        sum(size for size, made, read in spans if made < order[layer.name] <= read)
-        for layer in layers
-    ]
+    changes = [0] * (len(order) + 1)
+    for size, made, read in spans:
+        changes[made + 1] += size
+        changes[read + 1] -= size
+    passing = list(itertools.accumulate(changes))
+    crossing = [passing[order[layer.name]] for layer in layers]
     return gradient_pieces([layer.grad_bytes for layer in layers], crossing)
 
 
@@ -68,6 +70,15 @@ class Memory:
         for edge in request.profile.edges:
             for device in {where[name] for name in (edge.source, *edge.targets)}:
                 self._edges[device].append(edge)
+
+    @property
+    def request(self) -> PlacementRequest:
+        """The question."""
+        return self._request
+
+    def layers_of(self, device: str) -> list[Layer]:
+        """Return the layers of a device."""
+        return self._layers[device]
 
     def total(
         self, device: str, flight: Flight, again: bool = False, backwards: int | None = None

@@ -58,7 +58,7 @@ def check_replicas(request: PlacementRequest, placement: Placement) -> None:
     """Raise unless replicas are allowed, have devices of their own, and share micro-batches."""
     rules = request.constraints
     require(
-        request.replicas == "auto"
+        request.replicas != "never"
         and request.is_training
         and not (rules.pinned or rules.forbidden),
         "replicas are given, but the request allows none",
@@ -120,7 +120,7 @@ def _pipeline(
     name_of = {first: members[number].device for first, members in placement.replicas.items()}
     own = set(name_of.values())
     samples = next(iter(placement.replicas.values()))[number].samples
-    profile = _with_part_of_optimizer(_profile_of(request, samples), count)
+    profile = with_part_of_optimizer(_profile_of(request, samples), count)
     links = tuple(
         link for link in request.placed_on.links if link.source in own and link.target in own
     )
@@ -220,7 +220,7 @@ def _profile_of(request: PlacementRequest, samples: int) -> Profile:
     )
 
 
-def _with_part_of_optimizer(profile: Profile, count: int) -> Profile:
+def with_part_of_optimizer(profile: Profile, count: int) -> Profile:
     """Return the profile of a replica that owns one of so many parts of the parameters."""
     layers = []
     for layer in profile.layers:
@@ -407,6 +407,7 @@ def check_step(
     placement: Placement,
     readings: Sequence[StepReading],
     exchanged: Sequence[Mapping[str, ExchangeReading]],
+    by_stage: bool = False,
 ) -> float:
     """Raise on what is said of the exchange and is not so; return the time of a step.
 
@@ -415,13 +416,15 @@ def check_step(
         placement: the answer.
         readings: by pipeline, its step, without exchanges.
         exchanged: by pipeline and device, the exchange.
+        by_stage: whether stages have numbers of replicas of their own, and measured shares.
     """
     step = placement.step
     assert step is not None  # check() has looked
-    has_stages = len(placement.replicas) > 1
+    has_stages = len(placement.stages) > 1
     times = (_times_of_pipelines if has_stages else _times_of_copies)(readings, exchanged)
     known = sorted({profile.batch_size for profile in (request.profile, *request.profiles)})
-    samples = {replica.samples for replica in next(iter(placement.replicas.values()))}
+    members = () if by_stage else next(iter(placement.replicas.values()))
+    samples = {replica.samples for replica in members}
     equal("step.kind", step.kind, request.step_kind)
     near("step.optimizer_ms", step.optimizer_ms, times.optimizer_ms)
     equal(

@@ -33,7 +33,7 @@ from placer.schedule import Pipeline, Plan
 from placer.schedule.gradient_pieces import gradient_pieces
 from placer.solver import pipelines
 from placer.solver.problem import Problem
-from placer.solver.replicas.replication import Replication
+from placer.solver.replicas.replication import ExchangeTime, Replication
 
 Ready = tuple[float, int]
 """When the gradients of a piece are complete, in ms, and their bytes."""
@@ -86,7 +86,7 @@ def exchanges(
     """
     costs = problem.replication
     assert costs is not None
-    busy, ended = _passes(pipeline, plan)
+    busy, ended = passes_of_step(pipeline, plan)
     layers: list[list[int]] = [[] for _ in pipeline.places]
     for layer, stage in enumerate(stage_of):
         layers[stage].append(layer)
@@ -99,17 +99,27 @@ def exchanges(
     found = {}
     optimizer = pipeline.optimizer_by_device()
     for device, pieces in ready.items():
-        reduce = costs.reduce[device]
-        end_ms = reduced_by(pieces, reduce.time_ms)
-        gather_ms, waits_ms = gathered(problem, stages[device], device)
+        gather_ms, waits_ms = gathered(problem, stages[device], device, costs.gather[device])
         found[device] = Exchange(
-            reduce_ms=sum(reduce.time_ms(size) for _, size in pieces),
-            exposed_ms=max(0.0, end_ms - busy[device]),
+            *reduced(pieces, costs.reduce[device], busy[device]),
             gather_ms=gather_ms,
             waits_ms=waits_ms,
             optimizer_ms=optimizer[device],
         )
     return found
+
+
+def reduced(pieces: Iterable[Ready], reduce: ExchangeTime, busy_ms: float) -> tuple[float, float]:
+    """Return the time to reduce some pieces, and the part of it after the last pass.
+
+    Args:
+        pieces: of a device.
+        reduce: the time of a reduction.
+        busy_ms: the passes of the device.
+    """
+    pieces = list(pieces)
+    end_ms = reduced_by(pieces, reduce.time_ms)
+    return sum(reduce.time_ms(size) for _, size in pieces), max(0.0, end_ms - busy_ms)
 
 
 def reduced_by(pieces: Iterable[Ready], time_ms: pipelines.SizeMs) -> float:
@@ -149,16 +159,18 @@ def piece_tails(
     ]
 
 
-def gathered(problem: Problem, stages: Sequence[Sequence[int]], device: int) -> tuple[float, float]:
+def gathered(
+    problem: Problem, stages: Sequence[Sequence[int]], device: int, gather: ExchangeTime
+) -> tuple[float, float]:
     """Return the time to gather a device's parameters, and how long forward passes wait for it.
 
     Args:
-        problem: the placement problem, with replicas.
+        problem: the placement problem.
         stages: of the device, in order; the layers of each, ascending.
         device: that runs them.
+        gather: the time to gather parameters.
     """
-    assert problem.replication is not None
-    time_ms = problem.replication.gather[device].time_ms
+    time_ms = gather.time_ms
     gathered_ms = passed_ms = waits_ms = 0.0
     for layers in stages:
         for size, forward_ms in piece_forwards(problem, layers, device):
@@ -219,7 +231,7 @@ def with_amortised_exchanges(problem: Problem, costs: Replication) -> Problem:
     return replace(problem, replication=costs, backward_ms=backward_ms)
 
 
-def _passes(pipeline: Pipeline, plan: Plan) -> tuple[dict[int, float], dict[int, float]]:
+def passes_of_step(pipeline: Pipeline, plan: Plan) -> tuple[dict[int, float], dict[int, float]]:
     """Return, by device, the sum of its passes; by stage, the sum until its last one."""
     times = {
         "forward": pipeline.forward_ms,

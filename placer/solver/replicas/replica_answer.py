@@ -55,7 +55,7 @@ def placement_of_shape(request: PlacementRequest, shape: Shape, inner: Placement
             for device in request.devices
             if any(device.name in twins[again] for again in inner.recompute)
         ),
-        **_of_request(request),
+        **of_request(request),
     }
     if request.objective == "throughput":
         assert inner.objective_value is not None
@@ -110,13 +110,13 @@ def placement_of_shares(
         "objective_value": step.isolated_ms,
         "batch_size": sum(found.samples),
         "replicas": {names[0]: replicas},
-        "devices": _marked([loads.get(one.name) or _idle(one) for one in request.devices]),
+        "devices": marked([loads.get(one.name) or idle(one) for one in request.devices]),
         "recompute": tuple(
             name for name, result in zip(names, results, strict=True) if result.recompute
         ),
         "step": step,
         "tie_breaks": _ties(list(loads.values())) if request.break_ties else None,
-        **_of_request(request),
+        **of_request(request),
     }
     return placement.model_copy(update=changed)
 
@@ -160,7 +160,7 @@ def _step_of_shares(
     )
 
 
-def _idle(device: Device) -> DeviceLoad:
+def idle(device: Device) -> DeviceLoad:
     """Return the load of a device without layers."""
     return DeviceLoad(
         device=device.name,
@@ -174,7 +174,7 @@ def _idle(device: Device) -> DeviceLoad:
     )
 
 
-def _marked(loads: Sequence[DeviceLoad]) -> tuple[DeviceLoad, ...]:
+def marked(loads: Sequence[DeviceLoad]) -> tuple[DeviceLoad, ...]:
     """Return the loads with the busiest devices marked."""
     busiest = max(load.load_ms for load in loads)
     return tuple(
@@ -189,7 +189,7 @@ def _ties(loads: Sequence[DeviceLoad]) -> TieBreaks:
     return TieBreaks(transfer_ms=0.0, imbalance_ms=max(computes) - min(computes), proven=False)
 
 
-def _of_request(request: PlacementRequest) -> dict[str, Any]:
+def of_request(request: PlacementRequest) -> dict[str, Any]:
     """Return the fields that are the whole question's, not one pipeline's."""
     profile = request.profile
     return {

@@ -3,6 +3,7 @@
     R equal pipelines      for each R, most replicas first: the search for one pipeline, on its
                            devices and its part of the batch, with the exchange between replicas
     unlike devices         the best shares of devices that each hold the whole model
+    by stage               if asked for: stages that each have a number of replicas of their own
     without replicas       the search without replicas
 
 A search is given the best step so far, and closes what cannot be shorter. Each has a share of the
@@ -25,9 +26,11 @@ from placer.schema import Placement, PlacementRequest, SingleDevice, StepChoice
 from placer.schema.base import PROVEN_GAP
 from placer.solver import answer
 from placer.solver.bounds import work_sharing
-from placer.solver.cpsat.runner import Meter
+from placer.solver.cpsat.runner import PER_WORK, Meter
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.replicas import replica_answer, replica_shapes
+from placer.solver.replicas.by_stage import group_answer
+from placer.solver.replicas.by_stage.group_search import GroupSearch
 from placer.solver.replicas.replica_shapes import Shape
 from placer.solver.replicas.replication import Replication
 from placer.solver.replicas.uneven_shares import UnevenShares
@@ -41,6 +44,10 @@ in much less, but needs longer than its share of devices."""
 
 SHARES_PART = 0.3
 """The part of the time that is then left to search for the best shares of unlike devices."""
+
+BY_STAGE_PART = 0.4
+"""The part of the time and work that is then left to search stages with numbers of replicas of
+their own."""
 
 SHORTEST_S = 0.05
 """The least time of a shape, in seconds: enough to find a placement of a small model."""
@@ -172,6 +179,7 @@ class ReplicaSearch:
         meter: counts the work.
         best: the best placement so far, without what is known of all shapes.
         shares: the best shares of unlike devices; None if devices are alike.
+        groups: the best stages with numbers of replicas of their own; None if not asked for.
     """
 
     request: PlacementRequest
@@ -181,6 +189,7 @@ class ReplicaSearch:
     meter: Meter
     best: Placement | None = None
     shares: UnevenShares | None = None
+    groups: GroupSearch | None = None
     began: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:
@@ -197,6 +206,7 @@ class ReplicaSearch:
         for task in shapes:
             self._search_task(task, self._tasks[self._tasks.index(task) :])
         self._share_unevenly()
+        self._search_by_stage(least)
         self._search_task(alone, [alone])
         again = [task for task in self._tasks if self._is_open(task)]
         for number, task in enumerate(again):
@@ -258,11 +268,38 @@ class ReplicaSearch:
             if found.step_ms < self._value:
                 self._offer(replica_answer.placement_of_shares(self.request, shares, found))
 
+    def _search_by_stage(self, least: float) -> None:
+        """Search for the best stages with numbers of replicas of their own.
+
+        Args:
+            least: a bound on their objective.
+        """
+        if self.request.replicas != "by-stage":
+            return
+        began_s, most_s = self._left_s(), BY_STAGE_PART * self._left_s()
+        began_work, most_work = self.meter.done, BY_STAGE_PART * self.meter.left
+
+        def is_over(part: float = 1.0) -> bool:
+            self.meter.done += 1 / PER_WORK.maps
+            if self.meter.limit < inf:  # then the clock must not decide
+                return self.meter.done - began_work >= part * most_work or self._is_stopped()
+            return began_s - self._left_s() >= part * most_s or self._is_stopped()
+
+        groups = GroupSearch(self.request, is_over, least)
+        if not groups.applies():
+            return
+        self.groups = groups
+        groups.search(self._value)
+        if groups.best is not None:
+            self._offer(group_answer.placement_of_groups(self.request, groups.best))
+
     def _bounds(self) -> list[float]:
         """Return a bound of each shape that is not proven infeasible."""
         bounds = [task.bound for task in self._tasks if not task.is_infeasible]
         if self.shares is not None:
             bounds += [bound for bound in self.shares.bounds.values() if bound < inf]
+        if self.groups is not None and self.groups.bound < inf:
+            bounds.append(self.groups.bound)
         return bounds
 
     def _choices(self) -> list[StepChoice]:
@@ -270,6 +307,8 @@ class ReplicaSearch:
         found = [choice for task in self._tasks for choice in task.known()]
         if self.shares is not None:
             found += replica_answer.choices_of_shares(self.request, self.shares)
+        if self.groups is not None and self.request.objective == "step":
+            found += group_answer.choices_of_groups(self.groups)
         return found
 
     def _offer(self, placement: Placement) -> None:

@@ -54,7 +54,7 @@ def may_replicate(request: PlacementRequest) -> bool:
     """
     rules = request.constraints
     return (
-        request.replicas == "auto"
+        request.replicas != "never"
         and request.is_training
         and request.objective in OBJECTIVES_OF_REPLICAS
         and not (rules.pinned or rules.forbidden)

@@ -256,7 +256,7 @@ def said(choice: Choice) -> StepChoice:
         schedule=request.schedule,
         contiguous=choice.problem.contiguous,
         replicas=replicas,
-        stages=stages if request.replicas == "auto" else None,
+        stages=stages if request.replicas != "never" else None,
         objective_value=choice.value if found else None,
         bound=min(choice.bound, choice.value) if choice.reason is None else None,
     )

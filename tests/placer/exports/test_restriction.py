@@ -310,7 +310,7 @@ def test_what_would_help_includes_placements_that_the_format_cannot_express() ->
     assert not any("contiguous" in change for change in found)
 
 
-@pytest.mark.parametrize("replicas", ["never", "auto"])
+@pytest.mark.parametrize("replicas", ["never", "auto", "by-stage"])
 def test_a_format_without_replicas_has_none(replicas: str) -> None:
     """Without the format, data parallelism divides the two blocks evenly."""
     request = row(

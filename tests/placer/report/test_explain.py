@@ -264,6 +264,21 @@ def test_a_bottleneck_of_replicas_is_told_for_one_share() -> None:
     assert "4: each computes 4 samples of a micro-batch" in row(text, "replicas    ")
 
 
+def test_replicas_by_stage_are_compared_and_told_in_pipeline_order() -> None:
+    step = replicated().step
+    assert step is not None
+    own = step.choices[0].model_copy(
+        update={"replicas": 3, "replicas_by_stage": (3, 1), "stages": 2, "objective_value": 48.0}
+    )
+    step = step.model_copy(update={"choices": (own, *step.choices)})
+    replicas = tuple(Replica(device=f"cuda:{i}", samples=5) for i in range(3))
+    where = {"stem": "cuda:0", "layer1": "cuda:0", "layer2": "cuda:0", "head": "cuda:3"}
+    changed = {"batch_size": 15, "objective_value": 48.0, "layer_devices": where}
+    text = explain(replicated(replicas={"cuda:0": replicas}, step=step, **changed), width=200)
+    assert "3-1 replicas by stage: 48.00 ms; 4 replicas: 53.00 ms" in row(text, "shapes ")
+    assert "3-1 by stage: each computes 5 samples, 15 samples of a micro-batch" in text
+
+
 def test_uneven_shares_name_the_measured_sizes() -> None:
     shares = Replica(device="cuda:0", samples=5), Replica(device="cuda:1", samples=11)
     step = replicated().step

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -15,6 +16,7 @@ from placer.errors import PlacementError
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S, gradient_pieces
 from placer.schema import Cluster, Constraints, Device, Link, Rate, Replica
 from placer.solver.check import check
+from placer.solver.problem import Problem
 from placer.solver.replicas import uneven_shares
 from placer.solver.replicas.interpolation import profile_of_share
 from placer.solver.replicas.replica_shapes import shapes
@@ -434,3 +436,13 @@ def test_a_short_time_limit_gives_an_answer_with_a_bound():
     request = step_request(time_limit_s=0.05)
     placement = solve(request)
     assert 0 <= placement.bound <= placement.objective_value
+
+
+def test_values_between_merged_layers_are_counted_by_the_problem():
+    # the search merges layers of large graphs, and the profile does not have these
+    problem = Problem.from_request(step_request())
+    layers = tuple(
+        layer.model_copy(update={"name": f"merged {index}"})
+        for index, layer in enumerate(problem.layers)
+    )
+    assert replace(problem, layers=layers).crossing_bytes == (0, *[1] * 7)

@@ -9,6 +9,7 @@ import re
 import pytest
 from rows import row
 
+from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest, Timeline
 from placer_server.app import default_solver
 from placer_server.judge.timeline import MAX_PASSES, timeline
@@ -69,6 +70,15 @@ def test_of_replicas_the_first_pipeline_is_shown_with_its_exchange():
     assert [spent.device for spent in shown.devices] == list(placement.stages)
     assert shown.step_ms == pytest.approx(placement.objective_value)
     assert len(shown.passes) == 2 * 2 * placement.chunks
+
+
+def test_different_numbers_of_replicas_are_refused():
+    shared = tuple({"device": name, "samples": 1} for name in ("cuda:1", "cuda:2"))
+    placement = Placement.model_validate(
+        {**placed().model_dump(), "batch_size": 2, "replicas": {"cuda:1": shared}}
+    )
+    with pytest.raises(InputError, match=r"has 1-2 replicas by stage.*solve with replicas='auto'"):
+        timeline(example(), placement)
 
 
 def test_one_device_has_no_bubble():

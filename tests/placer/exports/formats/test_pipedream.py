@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_requests import examples
 
-from placer.errors import InputError, PlacementError
+from placer.errors import InputError
 from placer.exports.formats.pipedream import PipeDream
 from placer.exports.plan import Plan
 
@@ -127,7 +127,7 @@ def test_pipedreams_own_configurations_are_read(
         # models/vgg16/gpus=2/hybrid_conf.json
         (
             '{"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1], "1": [2]}}',
-            "have 2, 1 replicas, and Placer has equally many of each stage",
+            "have 2, 1 replicas, and a map describes one of several equal pipelines",
         ),
     ],
 )
@@ -136,7 +136,18 @@ def test_a_faulty_configuration_is_named(text: str, fault: str) -> None:
         FORMAT.read(text, ["a", "b"], "xyz")
 
 
-def test_unlike_numbers_of_replicas_are_refused() -> None:
-    plan = Plan({"a": "x", "b": "y"}, {"x": ["x", "z"], "y": ["y"]})
-    with pytest.raises(PlacementError, match="has 2 of x, 1 of y"):
-        FORMAT.export(plan)
+def test_each_stage_has_ranks_for_its_own_number_of_replicas() -> None:
+    # models/vgg16/gpus=4/hybrid_conf.json has these ranks, for -b 64
+    plan = Plan(
+        {"a": "w", "b": "z"},
+        {"w": ["w", "x", "y"]},
+        stages=("w", "z"),
+        training=True,
+        batch_size=192,
+    )
+    export = FORMAT.export(plan)
+    assert json.loads(export.text) == {
+        "module_to_stage_map": [0, 1, 1],
+        "stage_to_rank_map": {"0": [0, 1, 2], "1": [3]},
+    }
+    assert "The placement was solved for -b 64" in " ".join(export.notes)

@@ -1,0 +1,406 @@
+"""The search for stages that each have a number of replicas of their own, best bound first.
+
+    for every measured size, schedule and units of a micro-batch: a model of costs, with bounds
+    plans grow by one stage at a time, the plan with the lowest bound first
+    a plan of all layers has its costs computed, on devices that are neighbours
+    plans whose bound is not below the best objective are left out
+
+Where each layer reads the layer before it, these are all plans. Elsewhere plans are cuts of the
+profile's order, but the bound of the answer holds for stages in every order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import gcd, inf
+from typing import Protocol
+
+from placer.schema import PlacementRequest, Profile, Schedule
+from placer.schema.base import PROVEN_GAP
+from placer.solver.problem import Problem
+from placer.solver.replicas.by_stage.group_bounds import GroupBounds, Part, layers_behind
+from placer.solver.replicas.by_stage.group_costs import Group, GroupCosts, GroupModel, units_of
+from placer.solver.step.choices import TRAINING, question
+
+MOST_ENDS = 300
+"""The most places where stages may begin: tables of more take seconds for each model."""
+
+MOST_FREE = 500
+"""The most layers of a graph with several orders whose bound is computed by tables."""
+
+LOOKS = 1_000
+"""The most plans that are looked at after the best ones, to find one that can be compared."""
+
+MOST_UNITS = 5_040
+"""The most units of a micro-batch: the least common multiple of 1 to 10, less a factor. More are
+only needed by numbers of replicas that have next to no common divisor."""
+
+Stages = tuple[tuple[int, int, int], ...]
+"""Starts and ends of stages, as positions in ``GroupBounds.ends``, and numbers of replicas."""
+
+SHIFTS = (1, -1, 2, -2, 4, -4)
+"""How far the end of a stage is moved in small changes, in places where stages may end."""
+
+IMPROVED = 4
+"""The choices with the best plans that small changes are applied to."""
+
+BOUNDS_PART, BEST_FIRST_PART = 0.4, 0.7
+"""The parts of the time after which no more bounds are computed, and after which plans are no
+longer tried in the order of their bounds."""
+
+Open = tuple[float, int, int, "GroupChoice", Part, Iterator[Part]]
+
+
+class IsOver(Protocol):
+    """Whether the time is over."""
+
+    def __call__(self, part: float = 1.0) -> bool:
+        """Return whether this part of the time is over."""
+
+
+@dataclass(eq=False)
+class GroupChoice:
+    """One measured size, schedule and number of units in a micro-batch.
+
+    Attributes:
+        model: of its costs.
+        bounds: of its plans.
+        bound: the lowest bound of its plans that are left out or still open.
+        groups: of the best plan; None without one.
+        costs: of the best plan.
+        stages: of the best plan.
+    """
+
+    model: GroupModel
+    bounds: GroupBounds
+    bound: float = inf
+    stages: Stages = ()
+    groups: tuple[Group, ...] | None = None
+    costs: GroupCosts | None = None
+
+    @property
+    def value(self) -> float:
+        """The objective of the best plan."""
+        return inf if self.costs is None else self.costs.value
+
+    @property
+    def request(self) -> PlacementRequest:
+        """The question, of one unit on all devices."""
+        return self.model.problem.request
+
+
+@dataclass
+class GroupSearch:
+    """The search for the best plan.
+
+    Attributes:
+        request: the question.
+        is_over: whether some part of the time is over, by default all.
+        least: a bound that holds for every plan.
+        choices: with their best plans.
+        bound: a bound on all plans but the best ones; infinite if there is no other.
+    """
+
+    request: PlacementRequest
+    is_over: IsOver
+    least: float
+    choices: list[GroupChoice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.bound = self.least
+        self._numbers = itertools.count()
+        self._known: dict[GroupBounds, float] = {}
+        self._problem = Problem.from_request(self.request)
+        self._cluster = {(link.source, link.target): link for link in self.request.placed_on.links}
+        self._has_one_order = _has_one_order(self._problem)
+        rules = self.request.constraints
+        self._most = min(rules.max_devices or inf, len(self.request.devices))
+
+    def applies(self) -> bool:
+        """Return whether all devices are alike, and stages are contiguous."""
+        kinds = {
+            (device.type, device.usable_bytes, rule)
+            for device, rule in zip(self._problem.devices, self._problem.recompute, strict=True)
+        }
+        return (
+            len(kinds) == 1
+            and self.request.constraints.contiguous is not False
+            and self._most > 2
+            and len(self._problem.layers) > 1
+        )
+
+    def search(self, known: float) -> None:
+        """Search for plans that are better than a known objective.
+
+        Args:
+            known: an objective; plans that are not below it are left out.
+        """
+        models = self._models()
+        heap = self._begun(models)
+        is_complete = next(models, None) is None
+        self._best_first(heap, known)
+        if heap and heap[0][0] < self._limit(known):
+            placed = [choice for choice in self.choices if choice.costs is not None]
+            for choice in sorted(placed, key=lambda choice: choice.value)[:IMPROVED]:
+                self._improve(choice)
+        if self._has_one_order:
+            for bound, _, _, choice, _, _ in heap:
+                choice.bound = min(choice.bound, max(bound, self.least))
+        if is_complete:
+            self.bound = min((choice.bound for choice in self.choices), default=inf)
+
+    def _begun(self, models: Iterator[GroupChoice]) -> list[Open]:
+        """Return the plans without stages of all choices for which there is time."""
+        heap: list[Open] = []
+        free = None if self._has_one_order else _free_layers(self._problem)
+        for choice in models:
+            self.choices.append(choice)
+            if free is not None:
+                choice.bound = max(self.least, self._any_order(choice.bounds, free))
+            begin = choice.bounds.first()
+            if begin.bound < inf:
+                heap.append((begin.bound, 0, next(self._numbers), choice, begin, iter(())))
+            if self.is_over(BOUNDS_PART):
+                break
+        heapq.heapify(heap)
+        return heap
+
+    def _best_first(self, heap: list[Open], known: float) -> None:
+        """Extend the plan with the lowest bound, as long as it may be better than the best."""
+        looks = 0
+        while heap and not self.is_over(BEST_FIRST_PART):
+            # at least one plan, to be compared
+            if heap[0][0] >= self._limit(known) and (looks >= LOOKS or self.best is not None):
+                break
+            looks += 1
+            _, _, _, choice, part, siblings = heapq.heappop(heap)
+            self._open(heap, choice, siblings)
+            if part.position == len(choice.bounds.ends) - 1:
+                self._offer(choice, part.stages, part.bound)
+            else:
+                self._open(heap, choice, choice.bounds.following(part))
+
+    def _any_order(self, bounds: GroupBounds, free: Sequence[int]) -> float:
+        """Return a bound on all plans, whatever the order of layers."""
+        if bounds not in self._known:
+            self._known[bounds] = bounds.heaviest_layer()
+            if len(free) <= MOST_FREE:
+                tables = bounds.of_every_order(free)
+                self._known[bounds] = max(self._known[bounds], tables.first().bound)
+        return self._known[bounds]
+
+    @property
+    def best(self) -> GroupChoice | None:
+        """The choice with the best plan; None without one."""
+        found = [choice for choice in self.choices if choice.costs is not None]
+        return min(found, key=lambda choice: choice.value, default=None)
+
+    def _open(self, heap: list[Open], choice: GroupChoice, parts: Iterator[Part]) -> None:
+        """Add the next of some plans, which come lowest bound first."""
+        part = next(parts, None)
+        if part is not None:
+            number = next(self._numbers)
+            heapq.heappush(heap, (part.bound, -len(part.stages), number, choice, part, parts))
+
+    def _limit(self, known: float) -> float:
+        """Return the bound from which on plans are left out."""
+        best = min([known, *(choice.value for choice in self.choices)])
+        return best * (1 - PROVEN_GAP / 2)
+
+    def _offer(self, choice: GroupChoice, stages: Stages, bound: float | None = None) -> bool:
+        """Compute the costs of a plan, and keep it if it is the best of its choice.
+
+        Args:
+            choice: that the plan belongs to.
+            stages: of the plan.
+            bound: of the plan on whatever devices; None if it is an open plan, too.
+
+        Returns:
+            Whether it is the best plan.
+        """
+        counts = [count for _, _, count in stages]
+        least = self.request.constraints.min_devices or 1
+        is_own = len(set(counts)) > 1 and units_of(counts) == choice.model.units
+        if not is_own or not least <= sum(counts) <= self._most:
+            return False
+        before = choice.value
+        if bound is not None and self._has_one_order and self._problem.one_link is None:
+            choice.bound = min(choice.bound, max(bound, self.least))  # of other groups of devices
+        for groups in self._seated(choice, stages):
+            result = choice.model.evaluate(groups, choice.value)
+            if result is not None:
+                choice.groups, choice.costs, choice.stages = groups, result, stages
+        return choice.value < before
+
+    def _improve(self, choice: GroupChoice) -> None:
+        """Apply small changes to the best plan of a choice, as long as one helps."""
+        is_better = True
+        while is_better:
+            is_better = False
+            for stages in _neighbours(choice.stages, choice.bounds):
+                if self.is_over():
+                    return
+                if self._offer(choice, stages):
+                    is_better = True
+                    break
+
+    def _seated(self, choice: GroupChoice, stages: Stages) -> Iterator[tuple[Group, ...]]:
+        """Yield the groups of a plan on devices: stages in order, and large stages in one host."""
+        ends, counts = choice.bounds.ends, [count for _, _, count in stages]
+        hosts: dict[str, list[int]] = {}
+        for number, device in enumerate(self._problem.devices):
+            hosts.setdefault(device.host, []).append(number)
+        free = itertools.chain.from_iterable(hosts.values())
+        seats = [[tuple(itertools.islice(free, count)) for count in counts]]
+        if len(hosts) > 1:
+            seats.append(_by_host(counts, list(hosts.values())))
+        for devices in seats if seats[0] != seats[-1] else seats[:1]:
+            yield tuple(
+                Group(int(ends[start]), int(ends[stop]), own)
+                for (start, stop, _), own in zip(stages, devices, strict=True)
+            )
+
+    # Models
+
+    def _models(self) -> Iterator[GroupChoice]:
+        """Yield every measured size, schedule and number of units."""
+        ends = self._ends()
+        for profile, units_in_batch in self._sizes():
+            for units, counts in self._units(units_in_batch):
+                known: dict[bool, GroupBounds] = {}
+                for schedule in self._schedules():
+                    asked = question(self.request, profile, units_in_batch // units, schedule, True)
+                    model = GroupModel(Problem.from_request(asked), units, self._cluster)
+                    apart = schedule == "zero-bubble"
+                    if apart not in known:  # the bounds of other schedules are the same
+                        known[apart] = GroupBounds(model, counts, ends, int(self._most))
+                    yield GroupChoice(model, known[apart])
+
+    def _sizes(self) -> list[tuple[Profile, int]]:
+        if self.request.objective == "step":
+            return self.request.micro_batches()
+        return [(self.request.profile, self.request.chunks)]
+
+    def _schedules(self) -> tuple[Schedule, ...]:
+        asked = self.request.schedule
+        if asked == "auto":
+            return TRAINING
+        return () if asked == "interleaved" else (asked,)
+
+    def _units(self, units_in_batch: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield numbers of units, with the numbers of replicas that divide them.
+
+        They are least common multiples of numbers of replicas, and divide the batch.
+        """
+        possible = [n for n in range(1, int(self._most)) if units_in_batch % n == 0]
+        multiples = {1}
+        for count in possible:
+            multiples |= {
+                one * count // gcd(one, count)
+                for one in multiples
+                if one * count // gcd(one, count) <= MOST_UNITS
+            }
+        # the most first: they leave the most numbers of replicas to choose from
+        for units in sorted(multiples - {1}, reverse=True):
+            if units_in_batch % units == 0:
+                yield units, tuple(count for count in possible if units % count == 0)
+
+    def _ends(self) -> list[int]:
+        """Return the layers at which stages may begin, and the number of layers."""
+        count = len(self._problem.layers)
+        inside = {
+            layer
+            for group in self._problem.groups
+            for layer in range(min(group) + 1, max(group) + 1)
+        }
+        ends = [layer for layer in range(count + 1) if layer not in inside]
+        if len(ends) > MOST_ENDS:
+            ends = self._light_ends(ends)
+            self._has_one_order = False
+        return ends
+
+    def _light_ends(self, ends: Sequence[int]) -> list[int]:
+        """Return the places where the fewest bytes cross, one in each part with equal work."""
+        problem = self._problem
+        crossing = [0] * (len(problem.layers) + 2)
+        for value in problem.values:
+            crossing[value.source + 1] += value.bytes
+            crossing[max(value.readers, default=value.source) + 1] -= value.bytes
+        crossing = list(itertools.accumulate(crossing))
+        work = list(
+            itertools.accumulate(
+                (problem.compute_ms(layer, 0) for layer in range(len(problem.layers))), initial=0.0
+            )
+        )
+        lightest: dict[int, int] = {}
+        for end in ends[1:-1]:
+            part = int(MOST_ENDS * work[end] / max(work[-1], 1e-9))
+            if part not in lightest or crossing[end] < crossing[lightest[part]]:
+                lightest[part] = end
+        return sorted({ends[0], ends[-1], *lightest.values()})
+
+
+def _has_one_order(problem: Problem) -> bool:
+    """Return whether stages can only be cuts of the profile's order: each layer reads the last."""
+    pairs = {(value.source, reader) for value in problem.values for reader in value.bound_readers}
+    return all((layer, layer + 1) in pairs for layer in range(len(problem.layers) - 1))
+
+
+def _free_layers(problem: Problem) -> list[int]:
+    """Return, by end of a stage, the end of the layers that stages up to there may have.
+
+    A stage that ends before layer p may have later layers, if they do not depend on p. If the next
+    stage begins with such layers only, it may end before a later layer, and so on.
+    """
+    count = len(problem.layers)
+    behind = layers_behind(problem)
+    every = (1 << count) - 1
+    reach = [layer + ((every & ~behind[layer]) >> layer).bit_length() for layer in range(count)]
+    found = []
+    for end in range(count + 1):
+        last = layer = end
+        while layer < count and (layer == end or layer < last):
+            last = max(last, reach[layer])
+            layer += 1
+        found.append(last)
+    return found
+
+
+def _by_host(counts: Sequence[int], hosts: Sequence[list[int]]) -> list[tuple[int, ...]]:
+    """Return devices of stages with so many replicas: large stages first, each in one host.
+
+    A stage takes the host with the fewest free devices that suffice, or the hosts with the most.
+    """
+    free = [list(members) for members in hosts]
+    found: dict[int, tuple[int, ...]] = {}
+    for stage in sorted(range(len(counts)), key=lambda stage: -counts[stage]):
+        taken: list[int] = []
+        while len(taken) < counts[stage]:
+            missing = counts[stage] - len(taken)
+            enough = [host for host in free if len(host) >= missing]
+            host = min(enough, key=len) if enough else max(free, key=len)
+            part, host[:] = host[:missing], host[missing:]
+            taken += part
+        found[stage] = tuple(sorted(taken))
+    return [found[stage] for stage in range(len(counts))]
+
+
+def _neighbours(stages: Stages, bounds: GroupBounds) -> Iterator[Stages]:
+    """Yield plans with one end of a stage moved, or replicas moved from a stage to another."""
+    for number, shift in itertools.product(range(len(stages) - 1), SHIFTS):
+        (start, stop, count), (_, end, other) = stages[number], stages[number + 1]
+        moved = stop + shift
+        if start < moved < end:
+            pair = (start, moved, count), (moved, end, other)
+            yield (*stages[:number], *pair, *stages[number + 2 :])
+    for giver, taker in itertools.permutations(range(len(stages)), 2):
+        less = [count for count in bounds.counts if count < stages[giver][2]]
+        more = [count for count in bounds.counts if count > stages[taker][2]]
+        if less and more:
+            changed = list(stages)
+            changed[giver] = (*stages[giver][:2], max(less))
+            changed[taker] = (*stages[taker][:2], min(more))
+            yield tuple(changed)
