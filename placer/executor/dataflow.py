@@ -46,7 +46,7 @@ from placer.capture.loss_functions import LossFunction
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.engine.compiled_segments import Backend, backend_of
-from placer.executor.flow_hooks import call_of_model, run_with_hooks
+from placer.executor.flow_hooks import call_of_model, refuse_hooks, run_with_hooks
 from placer.executor.generation.findings import GenerationReport
 from placer.executor.generation.generate_many import generate_many
 from placer.executor.measure import measure_step, measure_stream
@@ -485,6 +485,7 @@ class DataFlow(nn.Module):
         Raises:
             InputError: an argument cannot be used; the message says which, and what can.
         """
+        refuse_hooks(self, "train_step")
         settings, placed = self.settings, self.placed
         settings.refuse_resting("train_step")
         update = Update(optimizer, scaler, max_norm)
@@ -544,6 +545,7 @@ class DataFlow(nn.Module):
             StageError: from the generator, when it comes to a batch on which a layer failed;
                 results before are whole.
         """
+        refuse_hooks(self, "stream")
         return self.calls.streams.open(batches, in_flight, backend_of(compile), batch_options)
 
     @property

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from placer.errors import InputError
+
 _call: ContextVar[Callable[..., Any] | None] = ContextVar("_call", default=None)
 
 
@@ -30,11 +32,33 @@ def run_with_hooks(flow: nn.Module, call: Callable[..., Any], *args: Any, **kwar
     Returns:
         The result of the call, as the hooks leave it.
     """
-    forward_hooks = flow._forward_pre_hooks, flow._forward_hooks
-    if not any((*forward_hooks, flow._backward_pre_hooks, flow._backward_hooks)):
+    if not any(_hooks_of(flow)):
         return call(*args, **kwargs)
     with _set(call):
         return flow(*args, **kwargs)
+
+
+def refuse_hooks(flow: nn.Module, method: str) -> None:
+    """Raise an InputError if hooks are registered on a flow: a method does not call it.
+
+    Args:
+        flow: the flow.
+        method: name of the method.
+    """
+    if any(_hooks_of(flow)):
+        raise InputError(
+            f"the flow has hooks, and `flow.{method}` does not call the flow, so they would not "
+            "run; register them on the model, `flow.module`"
+        )
+
+
+def _hooks_of(flow: nn.Module) -> tuple[Any, ...]:
+    return (
+        flow._forward_pre_hooks,
+        flow._forward_hooks,
+        flow._backward_pre_hooks,
+        flow._backward_hooks,
+    )
 
 
 def call_of_model() -> Callable[..., Any] | None:

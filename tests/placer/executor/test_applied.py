@@ -456,3 +456,14 @@ def test_a_failed_call_inside_a_hook_leaves_the_flow_as_it_was() -> None:
             model(torch.zeros(2, 3, dtype=torch.float64))
         found = flow(X, chunks=2)
     torch.testing.assert_close(found.cpu(), reference(X), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_methods_that_do_not_call_the_flow_refuse_its_hooks() -> None:
+    flow = DataFlow(nn.Linear(4, 4), ["cpu:0"])
+    flow.update_flow()
+    hook = flow.register_forward_hook(lambda *_: None)
+    for method in (lambda: flow.train_step(functional.mse_loss), lambda: flow.stream([])):
+        with pytest.raises(InputError, match=r"hooks.*`flow\.(train_step|stream)`.*on the model"):
+            method()
+    hook.remove()
+    flow.train_step(functional.mse_loss)
