@@ -249,8 +249,9 @@ class BatchChecks:
             refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
-        # any other failure will occur in the real run as well
-        _warn_if_out_of_memory(failure)
+        # most failures will occur in the real run as well
+        if isinstance(failure, torch.OutOfMemoryError) or (failure and found is None):
+            _warn_of_failure(failure)
         return found or _Kind(declared, 1, True, None)
 
     def _run(
@@ -443,6 +444,11 @@ def _distinct(few: list[int], sizes: list[int]) -> list[list[int]]:
     return [few] if few == sizes else [few, sizes]
 
 
-def _warn_if_out_of_memory(failure: Exception | None) -> None:
+def _warn_of_failure(failure: Exception) -> None:
     if isinstance(failure, torch.OutOfMemoryError):
         warn(f"micro-batches were not compared with a whole batch, for want of memory: {failure}")
+    else:
+        warn(
+            "micro-batches were not compared with a whole batch, because its run failed: "
+            f"{type(failure).__name__}: {failure}"
+        )

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import placer
 from placer import BatchOptions
 from placer.errors import BatchError, InputError, StageError
+from placer.executor.checks import batch_check
 from placer.executor.placed_model import PlacedModel
 
 DEVICES = ["cpu:0", "cpu:1"]
@@ -392,6 +393,36 @@ def test_a_loss_that_differentiates_the_results_is_compared(path: str) -> None:
     step = placed(Classifier(), path).train_step(loss_fn)
     with pytest.raises(BatchError, match="the loss of a batch"):
         step(torch.randn(8, 6), torch.randn(8, 5), chunks=2)
+
+
+class Balanced(nn.Module):
+    """A mixture's scores, and a penalty that depends on the mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.Linear(6, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.body(x).softmax(1)
+        return self.last(shares), (shares.mean(0) ** 2).sum()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_that_writes_a_power_as_an_operator_is_compared(path: str) -> None:
+    with pytest.raises(BatchError, match="output '1'"):
+        placed(Balanced(), path)(torch.randn(8, 6), chunks=2)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_that_cannot_be_compared_causes_a_warning(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no such run")
+
+    monkeypatch.setattr(batch_check.BatchChecks, "_run", fail)
+    with pytest.warns(UserWarning, match="not compared .* ValueError: no such run"):
+        placed(Classifier(), path)(torch.randn(8, 6), chunks=2)
 
 
 # Labels that do not count.
