@@ -87,6 +87,18 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     return _Traversal(_has_room_for_tensors, {}).flatten((args, kwargs))
 
 
+def lazy_part(result: Any) -> str:
+    """Return the type name of a generator or another iterator in a result; empty without one.
+
+    Its code would run after the call, and would find the model unplaced.
+    """
+    items = result.values() if isinstance(result, dict) else result
+    for item in [result, *(items if isinstance(result, (tuple, list, dict)) else ())]:
+        if isinstance(item, Iterator):
+            return type(item).__name__
+    return ""
+
+
 def detached_nest(nest: Any) -> Any:
     """Return a nested value with the same values, detached from autograd."""
     leaves, structure = flatten(nest)

@@ -27,6 +27,7 @@ from placer.distributed.state import checkpoint
 from placer.distributed.state.partial_modules import Names
 from placer.distributed.state.rank_weights import Weights, is_hooked
 from placer.errors import InputError, PlacerError
+from placer.executor.state.parameter_hooks import hooks_run_once
 
 _OTHER = (
     "for a smaller last batch build a second pipeline from the same model, its example one "
@@ -175,7 +176,8 @@ class Pipeline:
             self._weights.begin()
             is_compared_here = self._verify and self._is_compared and self._head.has_other_labels()
             self._head.collect(is_compared_here or not self._is_compared)
-            with self._allocated(), torch.enable_grad():
+            hooked = self.parameters() if self.chunks > 1 else ()
+            with hooks_run_once(hooked), self._allocated(), torch.enable_grad():
                 self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
             self._weights.reduce()
             self._weights.take_buffers()

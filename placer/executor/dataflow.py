@@ -21,6 +21,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -45,6 +46,7 @@ from placer.capture.loss_functions import LossFunction
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.engine.compiled_segments import Backend, backend_of
+from placer.executor.flow_hooks import call_of_model, refuse_hooks, run_with_hooks
 from placer.executor.generation.findings import GenerationReport
 from placer.executor.generation.generate_many import generate_many
 from placer.executor.measure import measure_step, measure_stream
@@ -419,6 +421,11 @@ class DataFlow(nn.Module):
             BatchError: micro-batches give another result than the batch does.
             InputError: the options do not fit the call, or it cannot be cut.
         """
+        if (call := call_of_model()) is not None:
+            # ``chunks`` and ``batch_options`` are arguments of the model here
+            named = {"chunks": chunks, "batch_options": batch_options}
+            kwargs |= {name: given for name, given in named.items() if given is not None}
+            return call(*args, **kwargs)
         options = self.batch_options if batch_options is None else batch_options
         count = self.chunks if chunks is None else chunks
         is_shared = chunks != 1
@@ -479,6 +486,7 @@ class DataFlow(nn.Module):
         Raises:
             InputError: an argument cannot be used; the message says which, and what can.
         """
+        refuse_hooks(self, "train_step")
         settings, placed = self.settings, self.placed
         settings.refuse_resting("train_step")
         update = Update(optimizer, scaler, max_norm)
@@ -538,6 +546,7 @@ class DataFlow(nn.Module):
             StageError: from the generator, when it comes to a batch on which a layer failed;
                 results before are whole.
         """
+        refuse_hooks(self, "stream")
         return self.calls.streams.open(batches, in_flight, backend_of(compile), batch_options)
 
     @property
@@ -605,14 +614,15 @@ class DataFlow(nn.Module):
             with flow.applied() as model:
                 ids = model.generate(ids, max_new_tokens=20)
 
-        A call of the model is a call of the flow, in one micro-batch; its other methods run through
-        hooks. This holds in this thread. Other threads may apply the flow at the same time: their
-        generations take turns with this one at every pass of the model, so that different texts are
-        on different devices. Each has a cache and recordings of its own. A thread that calls only
-        ``model.generate`` joins by itself; its other calls of the model raise. Calls of the flow
-        wait until no thread applies it. Operations of the caller's own code are aligned
-        meanwhile, too: tensors of two devices are brought to one. What checkpoints run again in a
-        backward pass, which may come later, runs as it did in here.
+        A call of the model is a call of the flow, in one micro-batch, with the flow's own hooks;
+        its other methods run through hooks. This holds in this thread. Other threads may apply the
+        flow at the same time: their generations take turns with this one at every pass of the
+        model, so that different texts are on different devices. Each has a cache and recordings of
+        its own. A thread that calls only ``model.generate`` joins by itself; its other calls of
+        the model raise. Calls of the flow wait until no thread applies it. Operations of the
+        caller's own code are aligned meanwhile, too: tensors of two devices are brought to one.
+        What checkpoints run again in a backward pass, which may come later, runs as it did in
+        here.
 
         transformers' ``Trainer`` and accelerate's ``Accelerator``, made and used in here, neither
         move nor wrap the model: it has an attribute ``hf_device_map`` meanwhile.
@@ -638,7 +648,7 @@ class DataFlow(nn.Module):
         backend = backend_of(compile)
         if backend is not None and not record:
             raise InputError("compile needs recorded passes; leave record=False or compile out")
-        return self.calls.applied(record, backend)
+        return self.calls.applied(record, backend, around=partial(run_with_hooks, self))
 
     @property
     def generation_report(self) -> GenerationReport:

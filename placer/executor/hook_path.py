@@ -15,7 +15,7 @@ from torch import nn
 from placer.capture.batch_dims.batch_layout import Part
 from placer.capture.hook_path.device_alignment import Alignment, BorrowedWeights, ModuleHooks
 from placer.capture.hook_path.module_trace import refuse_scripts
-from placer.capture.pytrees import Structure, flatten
+from placer.capture.pytrees import Structure, flatten, lazy_part
 from placer.errors import InputError
 from placer.executor.engine.fill_drain import to_device
 from placer.executor.state.assignment import Assignment
@@ -90,7 +90,7 @@ class HookPath:
             for part in parts:
                 args, kwargs = part.inputs.unflatten(part.tensors)
                 with self._reading():
-                    leaves, structure = flatten(self._module(*args, **kwargs))
+                    leaves, structure = flatten(_at_once(self._module(*args, **kwargs)))
                 place = target or self._latest(assignment)
                 results.append(to_device(leaves, place))
                 structures.append(structure)
@@ -131,7 +131,7 @@ class HookPath:
         """
         assert self._standing is not None
         with self._run(), self._standing.resumed(), self._reading():
-            return self._module(*args, **kwargs)
+            return _at_once(self._module(*args, **kwargs))
 
     def _reading(self) -> AbstractContextManager[None]:
         """Provide the weights that rest on the host to a pass of the model."""
@@ -259,3 +259,13 @@ class HookPath:
             for path, child in self._module.named_modules()
             if path and (place := assignment.of_path(path)) is not None
         }
+
+
+def _at_once(result: Any) -> Any:
+    """Return a result; raise an InputError if code of the model is still to run for it."""
+    if lazy := lazy_part(result):
+        raise InputError(
+            f"the model returns a {lazy}, whose code would run after the call and off the devices "
+            "of its layers; return a list"
+        )
+    return result

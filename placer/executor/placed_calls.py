@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from placer.executor.state.batch_statistics import refuse_uncaptured
 from placer.executor.state.replication import ONE_PIPELINE
 from placer.executor.training.shares import call_sizes
 from placer.schema import BatchOptions
+
+Around: TypeAlias = Callable[..., Any]
+"""Runs a function: its arguments are the function, and the function's arguments."""
 
 
 class PlacedCalls:
@@ -181,6 +184,7 @@ class PlacedCalls:
         is_guest: bool = False,
         is_apart: bool = False,
         is_cancelled: Callable[[], bool] | None = None,
+        around: Around | None = None,
     ) -> Iterator[nn.Module]:
         """Let the model itself run placed inside the block; see ``DataFlow.applied``.
 
@@ -190,6 +194,7 @@ class PlacedCalls:
             is_guest: whether a thread that is in such a block waits for this one.
             is_apart: whether the thread has streams of its own in any case.
             is_cancelled: returns whether calls of the model are to raise a CancelledError.
+            around: runs each call of the model; only the first block can give it.
         """
         placed = self._placed
         if placed.weights.clones is not None and placed.assignment is not None:
@@ -217,20 +222,20 @@ class PlacedCalls:
                 self.decoding.slot(places, is_apart),
                 self._block.set(record, backend, is_cancelled),
             ):
-                self._enter(assignment)
+                self._enter(assignment, around)
                 try:
                     yield placed.module
                 finally:
                     self._leave()
 
-    def _enter(self, assignment: Assignment) -> None:
+    def _enter(self, assignment: Assignment, around: Around | None) -> None:
         """Let calls of the model be the flow's; the first thread in a block changes the model."""
         placed = self._placed
         with placed.lock:
             if not self._blocks:
                 placed.bring_back()
                 with ExitStack() as stack:
-                    stack.enter_context(self._calls(self._decoded))
+                    stack.enter_context(self._calls(partial(self._around, around)))
                     stack.enter_context(device_map_set(placed.module, assignment))
                     stack.enter_context(self.decoding.replaced())
                     self._replaced = stack.pop_all()
@@ -253,6 +258,13 @@ class PlacedCalls:
         module = self._placed.module
         is_torchs = type(module).__call__.__module__.startswith("torch.")
         return _calls_replaced(module, called) if is_torchs else nullcontext()
+
+    def _around(self, around: Around | None, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the model while the flow is applied to it, inside of ``around``."""
+        hooks = self._placed.hooks
+        if around is None or hooks.runs or not devices.observed() or hooks.are_elsewhere:
+            return self._decoded(*args, **kwargs)
+        return around(self._decoded, *args, **kwargs)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model while the flow is applied to it."""

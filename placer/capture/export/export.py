@@ -59,7 +59,13 @@ from placer.capture.python_state.module_side_effects import (
 )
 from placer.capture.python_state.mutable_inputs import InputChanges, input_changes, written_inputs
 from placer.capture.python_state.plain_tensors import PlainTensors, plain_names
-from placer.capture.pytrees import Structure, flatten, flatten_inputs, parts_of_inputs
+from placer.capture.pytrees import (
+    Structure,
+    flatten,
+    flatten_inputs,
+    lazy_part,
+    parts_of_inputs,
+)
 from placer.errors import CaptureError
 
 _LIBRARIES = tuple(
@@ -227,6 +233,8 @@ class _FlatModel(nn.Module):
         ):
             # Inside the modes; they see nothing of the bookkeeping below.
             result = self.module(*args, **kwargs)
+            if lazy := lazy_part(result):
+                raise CaptureError(f"forward returns a {lazy}, whose code runs after it")
             leaves, structure = flatten(result, copied=parts_of_inputs(args, kwargs))
             effects.write_buffers()
         made, changes = input_changes((args, kwargs), given, self._inputs, self._copied)

@@ -102,18 +102,35 @@ def _overload_parameters(func: Any) -> tuple[tuple[str, ...], ...]:
     """Return the parameter names of an operation's overloads that have flags of training."""
     if isinstance(func, torch._ops.OpOverload):
         names = [_schema_names(func)]
-    elif inspect.isfunction(func):
-        names = [tuple(inspect.signature(func).parameters)]
     else:
-        # A builtin such as torch.dropout shows no signature, but the ATen operator of its name
-        # does.
-        packet: Any = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
-        is_packet = isinstance(packet, torch._ops.OpOverloadPacket)
-        names = [
-            _schema_names(getattr(packet, overload))
-            for overload in (packet.overloads() if is_packet else ())
-        ]
+        names = _python_names(func) or _names_of_builtin(func)
     return tuple(one for one in names if not _TRAINING_FLAGS.keys().isdisjoint(one))
+
+
+def _python_names(func: Any) -> list[tuple[str, ...]]:
+    """Return the parameter names of a Python function; none for others.
+
+    Tensor.__pow__, for example, is a function that only wraps a builtin.
+    """
+    if not inspect.isfunction(func):
+        return []
+    try:
+        return [tuple(inspect.signature(func).parameters)]
+    except ValueError:
+        return []
+
+
+def _names_of_builtin(func: Any) -> list[tuple[str, ...]]:
+    """Return the parameter names of the ATen operator with the name of a builtin.
+
+    A builtin such as torch.dropout shows no signature.
+    """
+    packet: Any = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    is_packet = isinstance(packet, torch._ops.OpOverloadPacket)
+    return [
+        _schema_names(getattr(packet, overload))
+        for overload in (packet.overloads() if is_packet else ())
+    ]
 
 
 def _schema_names(operation: torch._ops.OpOverload) -> tuple[str, ...]:

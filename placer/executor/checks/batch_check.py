@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from placer.capture.batch_dims.batch_layout import BatchLayout, Call, Parameters, call_values
 from placer.capture.batch_dims.declared_layout import call_layout
 from placer.capture.python_state.comparable_runs import RandomNumbers, operations_in_eval_mode
-from placer.capture.python_state.isolated_runs import BufferValues, isolated_run
+from placer.capture.python_state.isolated_runs import isolated_run
 from placer.capture.python_state.module_hooks import without_hooks
 from placer.capture.pytrees import flatten_inputs
 from placer.errors import BatchError, InputError
+from placer.executor.checks.carried_state import CarriedState, CarriedStateError
 from placer.executor.checks.label_counts import (
     LabelWeights,
     LateCounts,
@@ -136,6 +137,8 @@ class BatchChecks:
                 return declared
             try:
                 found = self._look(call, parameters, layout, sizes, declared, run, weigh)
+            except CarriedStateError as error:
+                raise BatchError(str(error)) from None
             except BatchError as error:
                 raise self._with_advice(
                     error, call, parameters, layout, options, run
@@ -217,6 +220,8 @@ class BatchChecks:
             except _CutError as error:
                 refusal = refusal or error.refusal()
                 continue
+            except CarriedStateError:
+                raise
             except Exception as error:
                 # the model's own code may raise anything, perhaps only for few samples
                 failure = error
@@ -244,8 +249,9 @@ class BatchChecks:
             refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
-        # any other failure will occur in the real run as well
-        _warn_if_out_of_memory(failure)
+        # most failures will occur in the real run as well
+        if isinstance(failure, torch.OutOfMemoryError) or (failure and found is None):
+            _warn_of_failure(failure)
         return found or _Kind(declared, 1, True, None)
 
     def _run(
@@ -268,12 +274,12 @@ class BatchChecks:
             layout.cut_call(call, parameters, [*some, *rest]) for some in ([total], sizes)
         )
         watches = [LabelWeights() for _ in (total, *sizes)]
+        state = CarriedState(self._module)
         with self._apart(), operations_in_eval_mode(), draws.recorded(), watches[0]:
             whole = run(_copied(first))
+            state.note_batch()
         parts, start = [], 0
-        # The parts run in order, and each sees the attributes that earlier parts left. Buffers are
-        # restored, because micro-batches have their own running statistics in any pipeline.
-        buffers = BufferValues(self._module)
+        # the parts run in order, and each sees the attributes and buffers that earlier parts left
         with self._apart(), operations_in_eval_mode():
             for part, size, watch in zip(cuts, sizes, watches[1:], strict=False):
                 try:
@@ -281,8 +287,13 @@ class BatchChecks:
                         parts.append(run(_copied(part)))
                 except Exception as error:
                     raise _CutError from error
-                buffers.restore()
                 start += size
+
+            def run_last() -> Any:
+                with draws.replayed(total - sizes[-1], sizes[-1], total):
+                    return run(_copied(cuts[len(sizes) - 1]))
+
+            state.check(parts[-1], run_last)
         return whole, parts, [watch.counted for watch in watches]
 
     @contextmanager
@@ -433,6 +444,11 @@ def _distinct(few: list[int], sizes: list[int]) -> list[list[int]]:
     return [few] if few == sizes else [few, sizes]
 
 
-def _warn_if_out_of_memory(failure: Exception | None) -> None:
+def _warn_of_failure(failure: Exception) -> None:
     if isinstance(failure, torch.OutOfMemoryError):
         warn(f"micro-batches were not compared with a whole batch, for want of memory: {failure}")
+    else:
+        warn(
+            "micro-batches were not compared with a whole batch, because its run failed: "
+            f"{type(failure).__name__}: {failure}"
+        )

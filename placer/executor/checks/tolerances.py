@@ -28,8 +28,8 @@ TOLERANCES: dict[torch.dtype, float] = {
 }
 """Relative tolerance by the coarsest dtype involved: about a thousand roundings."""
 
-# Relative tolerance for types of at most 8 bits.
-_COARSEST = 0.1
+COARSEST = 0.1
+"""Relative tolerance for types of at most 8 bits."""
 
 # Values below this times the tolerance are indistinguishable from zero.
 _FLOOR = 1e-2
@@ -59,7 +59,7 @@ class Closeness:
         types |= set() if cast is None else {cast}
         return cls(
             max(
-                (TOLERANCES.get(kind, _COARSEST) for kind in types),
+                (TOLERANCES.get(kind, COARSEST) for kind in types),
                 default=TOLERANCES[torch.float32],
             )
         )

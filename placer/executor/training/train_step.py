@@ -34,6 +34,7 @@ from placer.executor.placed_model import PlacedModel
 from placer.executor.settings import Settings
 from placer.executor.stage_errors import Place, failed_module, nothing_held, raise_explained
 from placer.executor.state.batch_statistics import refuse_uncaptured
+from placer.executor.state.parameter_hooks import hooks_run_once
 from placer.executor.state.replication import Replication
 from placer.executor.training.ddp_check import refuse_data_parallel
 from placer.executor.training.input_gradients import detached, hand_out
@@ -404,25 +405,26 @@ class TrainStep:
         given = [*batch.tensors, *batch.goals.leaves]
         leaves = detached(given)
         try:
-            for ((args, kwargs), goal), share in zip(
-                batch.parts(leaves), self.loss_fn.shares(batch.sizes), strict=True
-            ):
-                output, place = self._calls.run_for_loss(args, kwargs)
-                # Only after a call: if the model fails on its inputs, that error comes first.
-                self._tell_once()
-                in_loss = place
-                # "cuda" in loss_fn means this device, as in a pipeline
-                with devices.Lane(place, caller=True):
-                    loss, values = self.loss_fn(output, to_device_nest(goal, place))
-                require_real_number(loss)
-                require_gradient(loss)
-                in_loss = None
-                made.append((detached_nest(output) if outputs else None, detached_nest(values)))
-                loss = loss * share
-                scale = self.update.scale(devices.location(loss))
-                with autocast.disabled(place):
-                    loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
-                losses.append(loss.detach())
+            with hooks_run_once(module.parameters() if len(batch.sizes) > 1 else ()):
+                for ((args, kwargs), goal), share in zip(
+                    batch.parts(leaves), self.loss_fn.shares(batch.sizes), strict=True
+                ):
+                    output, place = self._calls.run_for_loss(args, kwargs)
+                    # Only after a call: if the model fails on its inputs, that error comes first.
+                    self._tell_once()
+                    in_loss = place
+                    # "cuda" in loss_fn means this device, as in a pipeline
+                    with devices.Lane(place, caller=True):
+                        loss, values = self.loss_fn(output, to_device_nest(goal, place))
+                    require_real_number(loss)
+                    require_gradient(loss)
+                    in_loss = None
+                    made.append((detached_nest(output) if outputs else None, detached_nest(values)))
+                    loss = loss * share
+                    scale = self.update.scale(devices.location(loss))
+                    with autocast.disabled(place):
+                        loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
+                    losses.append(loss.detach())
             hand_out(given, [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves])
         except BaseException as error:
             before.restore()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer.capture.export.export import export
+from placer.capture.python_state import comparable_runs
 from placer.capture.python_state.comparable_runs import RandomNumbers, operations_in_eval_mode
 
 OPERATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -98,3 +99,14 @@ def test_a_graph_acts_as_its_model() -> None:
         whole = model(x)
     with operations_in_eval_mode(), draws.replayed(0, 4, 4):
         torch.testing.assert_close(graph(x)[0], whole)
+
+
+def test_every_operation_that_can_be_watched_runs_in_evaluation_mode() -> None:
+    # Tensor.__pow__ wraps a builtin without a signature; `x ** 2` ended every comparison unseen
+    for function in torch.overrides.get_testing_overrides():
+        comparable_runs._overload_parameters(function)
+    with operations_in_eval_mode():
+        x = torch.ones(2, requires_grad=True)
+        results = [x**2, 2**x, 1 - x, 1 / x, x // 2, x % 2, -x, x @ x, abs(x), x == x, x.clone()]
+        results[-1] **= 2
+        assert len(results) == 11

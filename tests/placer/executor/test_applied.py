@@ -387,3 +387,83 @@ def test_another_thread_that_calls_the_model_is_told_instead_of_left_waiting() -
         other.start()
         other.join(30)
         assert errors
+
+
+@pytest.mark.parametrize("always_call", [False, True])
+def test_hooks_of_the_flow_run_once_around_each_call_of_the_model(always_call: bool) -> None:
+    model, reference = twins(Autoencoder, training=False)
+    seen: list[str] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.append(f"before {type(module).__name__} {len(args)} {sorted(kwargs)}")
+        return (args[0] * 2, *args[1:]), kwargs
+
+    def after(module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> Tensor:
+        seen.append(f"after {type(module).__name__}")
+        return result + 1
+
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        flow.register_forward_pre_hook(before, with_kwargs=True)
+        flow.register_forward_hook(after, with_kwargs=True, always_call=always_call)
+        with flow.applied():
+            for _ in range(3):
+                found = model(X)
+                expected = reference(X * 2) + 1
+                torch.testing.assert_close(found.cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+            own = flow(X)
+        torch.testing.assert_close(own.cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert seen == ["before DataFlow 1 []", "after DataFlow"] * 4
+
+
+def test_backward_hooks_of_the_flow_run_once_for_each_call_of_the_model() -> None:
+    model, reference = twins(Autoencoder, training=True)
+    seen: list[str] = []
+
+    def pre(module: nn.Module, gradients: Any) -> Any:
+        seen.append("pre")
+        return (gradients[0] * 3,)
+
+    def post(module: nn.Module, of_inputs: Any, of_outputs: Any) -> None:
+        seen.append("post")
+
+    x, own = X.clone().requires_grad_(), X.clone().requires_grad_()
+    with logical_devices(3):
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        flow.register_full_backward_pre_hook(pre)
+        flow.register_full_backward_hook(post)
+        with flow.applied():
+            model(x).square().sum().backward()
+    (reference(own).square().sum() * 3).backward()
+    assert seen == ["pre", "post"]
+    assert x.grad is not None and own.grad is not None
+    torch.testing.assert_close(x.grad.cpu(), own.grad, atol=TOLERANCE, rtol=TOLERANCE)
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        if other.grad is not None:
+            assert one.grad is not None
+            torch.testing.assert_close(one.grad.cpu(), other.grad, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_failed_call_inside_a_hook_leaves_the_flow_as_it_was() -> None:
+    model, reference = twins(Autoencoder, training=False)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        flow.register_forward_hook(lambda *_: None)
+        with flow.applied(), pytest.raises(Exception, match="shape"):
+            model(torch.zeros(2, 3, dtype=torch.float64))
+        found = flow(X, chunks=2)
+    torch.testing.assert_close(found.cpu(), reference(X), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_methods_that_do_not_call_the_flow_refuse_its_hooks() -> None:
+    flow = DataFlow(nn.Linear(4, 4), ["cpu:0"])
+    flow.update_flow()
+    hook = flow.register_forward_hook(lambda *_: None)
+    for method in (lambda: flow.train_step(functional.mse_loss), lambda: flow.stream([])):
+        with pytest.raises(InputError, match=r"hooks.*`flow\.(train_step|stream)`.*on the model"):
+            method()
+    hook.remove()
+    flow.train_step(functional.mse_loss)

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import placer
 from placer import BatchOptions
 from placer.errors import BatchError, InputError, StageError
+from placer.executor.checks import batch_check
 from placer.executor.placed_model import PlacedModel
 
 DEVICES = ["cpu:0", "cpu:1"]
@@ -315,28 +316,113 @@ class Codebook(nn.Module):
         return x + (codes - x).detach()
 
 
-def _spectral() -> nn.Module:
-    return nn.utils.spectral_norm(nn.Linear(6, 6))  # type: ignore[no-any-return]
+class Passes(nn.Module):
+    """Counts calls in a buffer, and reads the number if asked to."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x * self.calls if self.reads else x
+
+
+class Queue(nn.Module):
+    """Keys of earlier samples, as in momentum contrast: afterwards right for any cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.randn(16, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.keys.clone()
+        result: Tensor = x + (x @ keys.T).softmax(1) @ keys
+        with torch.no_grad():
+            self.keys.copy_(torch.cat([self.keys[len(x) :], x.detach()]))
+        return result
+
+
+def _with_body(body: nn.Module) -> Classifier:
+    model = Classifier()
+    model.body = nn.Sequential(nn.Linear(6, 6), body, nn.Linear(6, 8))  # type: ignore[assignment]
+    return model
+
+
+CARRIES: dict[str, Callable[[], nn.Module]] = {
+    "codes": Codebook,
+    "weight_u": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
+    "weight.0._u": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+    "calls": lambda: Passes(True),
+    "keys": Queue,
+}
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("make", [Codebook, _spectral])
+@pytest.mark.parametrize("name", CARRIES)
 @pytest.mark.parametrize("path", PATHS)
-def test_statistics_that_buffers_gather_are_those_of_micro_batches(
-    make: Callable[[], nn.Module], path: str
+def test_a_buffer_that_one_micro_batch_writes_and_the_next_one_reads_is_named(
+    path: str, name: str
 ) -> None:
-    # As batch normalisation's: what one micro-batch left in a buffer made the next one count as
-    # another result.
     torch.manual_seed(0)
-    model = Classifier()
-    model.body = nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 8))  # type: ignore[assignment]
+    model = _with_body(CARRIES[name]())
     whole, x, target = copy.deepcopy(model), torch.randn(8, 6), torch.randn(8, 5)
-    losses = [
-        F.mse_loss(whole(part), goal).detach()
-        for part, goal in zip(x.split(4), target.split(4), strict=True)
-    ]
-    loss = placed(model, path).train_step(F.mse_loss)(x, target, chunks=2)
-    torch.testing.assert_close(loss.to("cpu"), torch.stack(losses).mean())
+    step = placed(model, path).train_step(F.mse_loss)
+    with pytest.raises(BatchError, match=rf"writes .*{name}'.*chunks=1"):
+        step(x, target, chunks=2)
+    torch.testing.assert_close(step(x, target, chunks=1).to("cpu"), F.mse_loss(whole(x), target))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_buffer_that_is_only_written_follows_micro_batches_with_a_warning(path: str) -> None:
+    model = _with_body(Passes(False))
+    whole = copy.deepcopy(model)
+    flow, x = placed(model, path), torch.randn(8, 6)
+    with pytest.warns(UserWarning, match=r"'body\.1\.calls': 1 and 2.*chunks=1"):
+        found = flow(x, chunks=2)
+    torch.testing.assert_close(found.to("cpu"), whole(x))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_loss_that_differentiates_the_results_is_compared(path: str) -> None:
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        (slopes,) = torch.autograd.grad(y.square().sum(), y, create_graph=True)
+        return F.mse_loss(y, target) + slopes.square().sum()
+
+    step = placed(Classifier(), path).train_step(loss_fn)
+    with pytest.raises(BatchError, match="the loss of a batch"):
+        step(torch.randn(8, 6), torch.randn(8, 5), chunks=2)
+
+
+class Balanced(nn.Module):
+    """A mixture's scores, and a penalty that depends on the mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.Linear(6, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.body(x).softmax(1)
+        return self.last(shares), (shares.mean(0) ** 2).sum()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_that_writes_a_power_as_an_operator_is_compared(path: str) -> None:
+    with pytest.raises(BatchError, match="output '1'"):
+        placed(Balanced(), path)(torch.randn(8, 6), chunks=2)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_that_cannot_be_compared_causes_a_warning(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no such run")
+
+    monkeypatch.setattr(batch_check.BatchChecks, "_run", fail)
+    with pytest.warns(UserWarning, match="not compared .* ValueError: no such run"):
+        placed(Classifier(), path)(torch.randn(8, 6), chunks=2)
 
 
 # Labels that do not count.

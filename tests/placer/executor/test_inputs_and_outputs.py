@@ -12,7 +12,7 @@ from splitting import assert_same, assert_split_equals_unsplit, scatter_layers, 
 from torch import Tensor, nn
 
 from placer import DataFlow
-from placer.errors import StageError
+from placer.errors import InputError, StageError
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
@@ -299,6 +299,26 @@ class _OfADict(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return self.layer(batch["x"])
+
+
+class _Lazy(nn.Module):
+    """Its layers would run when the caller iterates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return {"each": (layer(x) for layer in (self.first, self.second))}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_generator_as_output_is_refused(chunks: int) -> None:
+    # the capture kept the generator of its own tracing
+    flow = DataFlow(_Lazy(), ["cpu:0", "cpu:1"])
+    flow.update_flow()
+    with pytest.raises(InputError, match=r"returns a generator.*return a list"):
+        flow(torch.randn(4, 4), chunks=chunks)
 
 
 @pytest.mark.parametrize("way", ["step", "stream"])

@@ -202,9 +202,9 @@ def compare_losses(
     with host_rng.restored_generators(), devices.Lane(place, caller=True):
         outputs, goal = _on(whole, place), _on(target, place)
         try:
-            # a loss may compute gradients of its own leaves
+            # a loss may compute gradients of its own leaves, or of the results
             with labels, torch.enable_grad():
-                expected, values = loss_fn.plain(outputs, goal)
+                expected, values = _loss_of_leaves(loss_fn, outputs, goal)
         except Exception as error:
             # a user's function may raise anything on results without a graph
             warn(
@@ -238,6 +238,17 @@ def compare_losses(
         )
         raise difference_error(what, one.whole, one.joined, closeness.tolerance, ways_out)
     return found
+
+
+def _loss_of_leaves(loss_fn: Weighing, outputs: Any, goal: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss of results without a graph; if that fails, of results that have one."""
+    try:
+        return loss_fn.plain(outputs, goal)
+    except RuntimeError:
+        leaves = _differentiable(outputs)
+        if not leaves:
+            raise
+    return loss_fn.plain(_with_copies(outputs, leaves), goal)
 
 
 def _is_random(batch: _Comparison) -> bool:

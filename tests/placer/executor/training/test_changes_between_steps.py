@@ -178,6 +178,31 @@ def test_hooks_on_parameters_run() -> None:
             trained.check(torch.rand(4, 2))
 
 
+def _clamped(parameter: nn.Parameter) -> None:
+    parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+def _halved_later(parameter: nn.Parameter) -> None:
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.01).mul_(0.5)
+
+    parameter.register_post_accumulate_grad_hook(halve)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("register", [_clamped, _halved_later])
+def test_hooks_on_parameters_see_the_gradient_of_the_whole_batch(
+    register: Callable[[nn.Parameter], None],
+) -> None:
+    # each micro-batch's gradient was clamped, which their sum is not
+    with logical_devices(3):
+        trained = Trained()
+        for model in (trained.model, trained.whole):
+            register(model.first.weight)
+        for _ in range(2):
+            trained.check(torch.rand(4, 2))
+
+
 def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
     class Head(nn.Linear):
         def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
