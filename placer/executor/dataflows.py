@@ -6,7 +6,7 @@
         image = pipe(prompt).images[0]        # the pipeline calls its models as always
     flows.undo()
 
-Recorded passes keep their memory. Where a model lacks memory that passes of other models hold, these
+Recorded passes keep their memory. If a model lacks memory, the recorded passes of the other models
 are discarded, and recorded again when they come again::
 
     unet(x)     ──▶ recorded, keeps its activations

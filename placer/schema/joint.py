@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ConfigDict, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from placer.schema.base import SCHEMA_VERSION, Name, Wire
 from placer.schema.cluster import Cluster
