@@ -157,10 +157,10 @@ def _checked(models: Any) -> dict[str, ModelUse]:
 
 def _refuse_other_options(asked: SuggestOptions) -> None:
     """Refuse options that have no effect on several models."""
-    stated = {"objective": "latency", "training": False}
+    stated = {"objective": ("latency",), "training": (False, None)}
     for name in sorted(asked.model_fields_set - _SOLVING - _MEASURING):
         value = getattr(asked, name)
-        if value not in (stated.get(name), SuggestOptions.model_fields[name].default):
+        if value not in stated.get(name, (SuggestOptions.model_fields[name].default,)):
             raise InputError(
                 f"{name} is {value!r}, but models that are used one after another are placed for "
                 f"the latency of inference; leave {name} out, or place each model by itself with "

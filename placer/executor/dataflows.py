@@ -120,7 +120,10 @@ def _modules(models: Any, placement: Any) -> dict[str, nn.Module]:
             f"the placement has status {placement.joint.status!r}, so no model has a device; allow "
             "more memory or devices"
         )
-    return {
-        name: one if isinstance(one, nn.Module) else getattr(one, "model", one)
-        for name, one in models.items()
-    }
+    return {name: _module(one) for name, one in models.items()}
+
+
+def _module(given: Any) -> Any:
+    """Return the module of a ``ModelUse``, or what was given."""
+    # some modules have a submodule of this name
+    return given if isinstance(given, nn.Module) else getattr(given, "model", given)
