@@ -426,7 +426,7 @@ def _expected(sizes: list[int], asked: SuggestOptions, devices: list[str] | None
 
 
 def _inputs(model: nn.Module, example_inputs: Any) -> Any:
-    """Return the given inputs, or the inputs that the model carries if there are none."""
+    """Return the given inputs, or without them the inputs that the model carries."""
     from placer.capture.input_forms import carried_inputs
 
     return carried_inputs(model, "suggest") if example_inputs is None else example_inputs
@@ -443,7 +443,7 @@ def measured_profiles(
     """Return a model's profile on this machine; see ``suggest`` for the arguments.
 
     Raises:
-        InputError: ``model`` is not an nn.Module, or it carries no inputs and none are given.
+        InputError: ``model`` is not an nn.Module, or it has no inputs, given or carried.
     """
     module = _checked(model)
     inputs = _inputs(module, example_inputs)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from placer.errors import InputError, kind_of
 from placer.schema import Profile, ProfileOptions, SuggestOptions
-from placer.schema.joint import JointPlacement, JointRequest, ProfiledModel
+from placer.schema.joint import JointOptions, JointPlacement, JointRequest, ProfiledModel
 from placer.schema.options import SolveOptions, combined
 from placer.schema.profile import MOST_REPEATS
 from placer.utils.option_checks import require_flags
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelUse", "suggest_together"]
 
-_SOLVING = frozenset(JointRequest.model_fields) - {"schema_version", "models"}
+_SOLVING = frozenset(JointOptions.model_fields)
 """The options of ``suggest`` that say how several models are placed."""
 
 _MEASURING = frozenset({"granularity", "repeats", "cache", "split_tied"})
@@ -52,7 +52,7 @@ class ModelUse:
     runs: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a number of runs that is none."""
+        """Refuse runs that are not a whole number from 1."""
         if isinstance(self.runs, bool) or not isinstance(self.runs, int):
             raise InputError(f"runs is {self.runs!r}; give a whole number from 1")
         if not 1 <= self.runs <= MOST_REPEATS:
@@ -138,7 +138,7 @@ def _checked(models: Any) -> dict[str, ModelUse]:
     """Return the models by name.
 
     Raises:
-        InputError: they are not a mapping of ``ModelUse``, or there are none.
+        InputError: they are not a mapping of ``ModelUse``, or the mapping is empty.
     """
     if not isinstance(models, Mapping):
         raise InputError(

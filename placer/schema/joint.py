@@ -54,15 +54,10 @@ class ProfiledModel(Wire):
     runs: Runs = 1
 
 
-class JointRequest(Wire):
-    """A request for the placements of several models that are used one after another."""
+class JointOptions(Wire):
+    """How several models are placed together: constraints, and the limits of the search."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
-
-    schema_version: Literal["2"] = SCHEMA_VERSION
-
-    models: Annotated[dict[Name, ProfiledModel], Field(min_length=1, max_length=64)]
-    """The models by name. Their profiles have the same devices."""
 
     constraints: Constraints = Constraints()
     """Requirements in addition to memory; layer ``conv_in`` of model ``unet`` is
@@ -85,6 +80,15 @@ class JointRequest(Wire):
 
     explain: bool = False
     """Report what limits the placement and what would help most."""
+
+
+class JointRequest(JointOptions):
+    """A request for the placements of several models that are used one after another."""
+
+    schema_version: Literal["2"] = SCHEMA_VERSION
+
+    models: Annotated[dict[Name, ProfiledModel], Field(min_length=1, max_length=64)]
+    """The models by name. Their profiles have the same devices."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -130,12 +134,10 @@ class JointRequest(Wire):
         Raises:
             InputError: constraints name unknown layers or devices, or contradict each other.
         """
-        same = ("time_limit_s", "work_limit", "seed", "workers", "break_ties", "explain")
+        same = {name: getattr(self, name) for name in JointOptions.model_fields}
+        constraints = self.constraints.model_copy(update={"contiguous": False})
         options = SolveOptions(
-            objective="latency",
-            training=False,
-            constraints=self.constraints.model_copy(update={"contiguous": False}),
-            **{name: getattr(self, name) for name in same},
+            objective="latency", training=False, **{**same, "constraints": constraints}
         )
         return PlacementRequest.from_options(options, [joint_profile(self.models, self.cluster)])
 
@@ -146,7 +148,7 @@ class JointPlacement(Wire):
     Attributes:
         runs: how often each model runs in a request, by name.
         placements: the placement of each model, for ``DataFlow(model).update_flow``. Times, memory
-            and bound are of the model by itself. Empty if there is none.
+            and bound are of the model by itself. Empty without a placement.
         joint: the placement of the joint profile: layer ``conv_in`` of model ``unet`` is
             ``unet/conv_in``. Times are of a request, and memory is of all models.
     """
