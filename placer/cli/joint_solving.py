@@ -35,7 +35,7 @@ def solve_together(
     server: Server = None,
     printed: Printed,
 ) -> None:
-    """Find the best placements of several models that are used one after another.
+    """Find the best placements of models that are used one after another.
 
     All weights stay on their devices; only one model at a time has activations.
     """
