@@ -85,7 +85,7 @@ class JointOptions(Wire):
 class JointRequest(JointOptions):
     """A request for the placements of several models that are used one after another."""
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
 
     models: Annotated[dict[Name, ProfiledModel], Field(min_length=1, max_length=64)]
     """The models by name. Their profiles have the same devices."""
@@ -153,7 +153,7 @@ class JointPlacement(Wire):
             ``unet/conv_in``. Times are of a request, and memory is of all models.
     """
 
-    schema_version: Literal["2"] = SCHEMA_VERSION
+    schema_version: Literal["3"] = SCHEMA_VERSION
     runs: dict[Name, Runs]
     placements: dict[Name, Placement] = {}
     joint: Placement
