@@ -25,6 +25,7 @@ from torch import nn
 from placer.devices import DeviceLike
 from placer.errors import InputError, kind_of
 from placer.executor.dataflow import DataFlow
+from placer.executor.placed_calls import nothing_freed
 from placer.schema.joint import JointPlacement
 
 __all__ = ["DataFlows"]
@@ -85,7 +86,7 @@ class DataFlows(Mapping[str, DataFlow]):
     def undo(self) -> None:
         """Restore the devices and flags of all models."""
         for flow in self._flows.values():
-            flow.calls.make_room = bool
+            flow.calls.make_room = nothing_freed
             flow.undo()
 
     def _discard_recordings(self, needed_by: str) -> bool:
@@ -93,7 +94,8 @@ class DataFlows(Mapping[str, DataFlow]):
         others = [flow for name, flow in self._flows.items() if name != needed_by]
         found = [flow for flow in others if flow.calls.streams.pipelines()]
         for flow in found:
-            flow.calls.streams.clear()
+            with flow.lock:  # another thread may replay them
+                flow.calls.streams.clear()
         return bool(found)
 
 

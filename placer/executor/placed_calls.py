@@ -65,7 +65,7 @@ class PlacedCalls:
         self.decoding = Generations(
             placed.module, placed.hooks, placed.lock, partial(self.applied, is_guest=True)
         )
-        self.make_room: Callable[[], bool] = bool
+        self.make_room: Callable[[], bool] = nothing_freed
         self._block = _Block()
         # while any thread is in ``applied``: what makes the model's calls the flow's
         self._replaced: ExitStack | None = None
@@ -417,6 +417,11 @@ class PlacedCalls:
             for leaves, structure in zip(results, structures, strict=True)
         ]
         return join(nests, cut.sizes, cut.joining, weights), place
+
+
+def nothing_freed() -> bool:
+    """Return False: a flow by itself has no other flow's memory to free."""
+    return False
 
 
 class _Block(threading.local):
