@@ -134,7 +134,7 @@ def suggest(
         server=server,
         progress=progress,
     )
-    with _waiting("solving", progress):
+    with waiting("solving", progress):
         placement = answer(request, server)
     return or_error(placement, request.time_limit_s)
 
@@ -192,16 +192,14 @@ def question(
         return _generation(module, example_inputs, asked, devices, memory_bytes, progress)
     if "replicas" not in asked.model_fields_set and not _may_be_replicated(module):
         asked = asked.model_copy(update={"replicas": "never"})
-    from placer.capture.input_forms import carried_inputs
-
-    inputs = carried_inputs(module, "suggest") if example_inputs is None else example_inputs
+    inputs = _inputs(module, example_inputs)
     sizes = _sizes(module, inputs, asked)
     # Find faults of the request before minutes of measuring.
     _request(asked, _expected(sizes, asked, None if there else _names(devices)))
     if asked.objective == "step":
         _verify(module, inputs, asked)
     if there and server:
-        with _waiting("measuring on the server", progress):
+        with waiting("measuring on the server", progress):
             measured = _measure_there(server, module, inputs, devices, asked)
     else:
         measured = _measure(module, inputs, asked, devices, memory_bytes, progress)
@@ -336,7 +334,8 @@ def _given_profiles(model: Any) -> list[Profile]:
     if not isinstance(given, list | tuple) or not all(isinstance(one, Profile) for one in given):
         raise InputError(
             f"model is {kind_of(model)}; give an nn.Module, or a Profile, which"
-            " Profile.model_validate_json(text) makes of JSON, or a list of them"
+            " Profile.model_validate_json(text) makes of JSON, or a list of them; several models"
+            " that are used one after another go to placer.suggest_together"
         )
     if not given:
         raise InputError("model is an empty list; give an nn.Module, or one profile or several")
@@ -424,6 +423,31 @@ def _expected(sizes: list[int], asked: SuggestOptions, devices: list[str] | None
         devices = [*rules.pinned.values(), *chain(*rules.forbidden.values()), *named]
         devices += [f"device {number}" for number in range(rules.min_devices or 1)]
     return blank_profiles(asked.training is not False, layers, devices, sizes)
+
+
+def _inputs(model: nn.Module, example_inputs: Any) -> Any:
+    """Return the given inputs, or without them the inputs that the model carries."""
+    from placer.capture.input_forms import carried_inputs
+
+    return carried_inputs(model, "suggest") if example_inputs is None else example_inputs
+
+
+def measured_profiles(
+    model: Any,
+    example_inputs: Any,
+    asked: SuggestOptions,
+    devices: Any,
+    memory_bytes: Any,
+    progress: bool,
+) -> list[Profile]:
+    """Return a model's profile on this machine; see ``suggest`` for the arguments.
+
+    Raises:
+        InputError: ``model`` is not an nn.Module, or it has no inputs, given or carried.
+    """
+    module = _checked(model)
+    inputs = _inputs(module, example_inputs)
+    return _measure(module, inputs, asked, devices, memory_bytes, progress)
 
 
 def _names(devices: Any) -> list[str]:
@@ -557,7 +581,7 @@ def _profile_request(graph: Graph, devices: Any, asked: SuggestOptions) -> Profi
 
 
 @contextmanager
-def _waiting(text: str, shown: bool) -> Iterator[None]:
+def waiting(text: str, shown: bool) -> Iterator[None]:
     """Show a spinner on stderr if that is a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield

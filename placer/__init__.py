@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from placer.estimator.estimate import estimate
     from placer.evaluation.evaluate import evaluate
     from placer.executor.dataflow import DataFlow
+    from placer.executor.dataflows import DataFlows
     from placer.pretrained.from_pretrained import from_pretrained
     from placer.pretrained.pretrained import Pretrained
     from placer.profiler.merge import merge_profiles
@@ -60,9 +61,12 @@ if TYPE_CHECKING:
         SolveOptions,
         SuggestOptions,
     )
+    from placer.schema.joint import JointPlacement, JointRequest
     from placer.schema.refinement import Refinement
     from placer.solver.solve import solve
+    from placer.solver.together import solve_together
     from placer_client.suggest import suggest
+    from placer_client.suggest_together import ModelUse, suggest_together
 
 __all__ = [
     "BatchError",
@@ -71,13 +75,17 @@ __all__ = [
     "Cluster",
     "Constraints",
     "DataFlow",
+    "DataFlows",
     "Estimate",
     "EstimateOptions",
     "GenerationOptions",
     "InfeasibleError",
     "InputError",
+    "JointPlacement",
+    "JointRequest",
     "MissingExtraError",
     "MixedDevicesError",
+    "ModelUse",
     "Placement",
     "PlacementError",
     "PlacementRequest",
@@ -108,7 +116,9 @@ __all__ = [
     "profile",
     "refine",
     "solve",
+    "solve_together",
     "suggest",
+    "suggest_together",
     "testing",
 ]
 
@@ -123,9 +133,13 @@ _HOMES = {
     "Cluster": "placer.schema",
     "Constraints": "placer.schema",
     "DataFlow": "placer.executor.dataflow",
+    "DataFlows": "placer.executor.dataflows",
     "Estimate": "placer.schema",
     "EstimateOptions": "placer.schema",
     "GenerationOptions": "placer.schema",
+    "JointPlacement": "placer.schema.joint",
+    "JointRequest": "placer.schema.joint",
+    "ModelUse": "placer_client.suggest_together",
     "Placement": "placer.schema",
     "PlacementRequest": "placer.schema",
     "Pretrained": "placer.pretrained.pretrained",
@@ -146,7 +160,9 @@ _HOMES = {
     "profile": "placer.profiler.profile",
     "refine": "placer.refinement.refine",
     "solve": "placer.solver.solve",
+    "solve_together": "placer.solver.together",
     "suggest": "placer_client.suggest",
+    "suggest_together": "placer_client.suggest_together",
 }
 
 

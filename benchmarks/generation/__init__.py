@@ -13,6 +13,7 @@ Further cases, of which all but the first need two devices or more:
     in_flight  the same model: several groups of sequences at once
     copies     a model that one GPU holds: the shape that Placer picks against whole copies
     predicted  the predictions of times and memory
+    unet       a UNet of Stable Diffusion XL's shapes: a stream of images
 
 ``PLACER_GENERATION_ENGINES`` names some of the engines and cases, such as ``ours,eager``, and
 ``PLACER_GENERATION_ROUNDS`` the number of turns, for a short trial. Cases without engines keep the
@@ -31,7 +32,7 @@ from statistics import median
 from typing import Any
 
 from .. import record
-from . import copies, host, in_flight, models, predicted
+from . import copies, host, in_flight, models, predicted, unet_stream
 from .engine import Engine, Way, equal_share, shown
 
 ROUNDS = int(os.environ.get("PLACER_GENERATION_ROUNDS", "7"))
@@ -56,7 +57,14 @@ ENGINES = {
 HOST = "host"
 """The name of the case with weights on the host."""
 
-CASES = (HOST, predicted.PREDICTED, copies.COPIES, in_flight.LARGE, in_flight.IN_FLIGHT)
+CASES = (
+    HOST,
+    predicted.PREDICTED,
+    copies.COPIES,
+    in_flight.LARGE,
+    in_flight.IN_FLIGHT,
+    unet_stream.UNET,
+)
 """The names of further cases."""
 
 _MOST_READS = {OURS: 2.25, OURS_COMPILED: 1.5}
@@ -97,6 +105,8 @@ def _further(asked: list[str]) -> Iterator[Callable[[int], Iterator[dict[str, An
         yield predicted.rows
     if copies.COPIES in asked:
         yield copies.rows
+    if unet_stream.UNET in asked:
+        yield unet_stream.rows
     if {in_flight.LARGE, in_flight.IN_FLIGHT} & set(asked):
         yield lambda turns: in_flight.rows(turns, asked)
 

@@ -19,6 +19,7 @@ import placer
 from placer import errors
 from placer.cli import (
     estimating,
+    joint_solving,
     machine,
     measuring,
     other_engines,
@@ -66,6 +67,7 @@ app = typer.Typer(
 for command in (
     profiling.profile,
     solving.solve,
+    joint_solving.solve_together,
     solving.suggest,
     running.run,
     estimating.estimate,
@@ -80,7 +82,7 @@ for command in (
     machine.doctor,
     machine.demo,
 ):
-    app.command()(command)
+    app.command(command.__name__.replace("_", "-"))(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from placer.errors import InputError
 from placer.report.evaluation import evaluation_table
 from placer.report.explain import table
+from placer.report.joint import joint_table
 from placer.report.refinement import refinement_table
 from placer.report.timeline import Measurement
 from placer.schema import (
@@ -26,18 +27,20 @@ from placer.schema import (
     Profile,
     Progress,
 )
+from placer.schema.joint import JointPlacement
 from placer.schema.refinement import Refinement
 from placer.utils.atomic_files import write_whole
 
 WIDTH = 200
 """Characters of a line without a terminal; the widest table fits."""
 
-Answer = Profile | Placement | Refinement | Measurement | Evaluation | Estimate
+Answer = Profile | Placement | JointPlacement | Refinement | Measurement | Evaluation | Estimate
 """The result of a command."""
 
 Subject = (
     Profile
     | Placement
+    | JointPlacement
     | PlacementRequest
     | Refinement
     | Cluster
@@ -52,6 +55,7 @@ KINDS: dict[
     type[
         Profile
         | Placement
+        | JointPlacement
         | PlacementRequest
         | Refinement
         | Cluster
@@ -61,6 +65,7 @@ KINDS: dict[
     ],
 ] = {
     "weights_only": Estimate,
+    "placements": JointPlacement,
     "rounds": Refinement,
     "faults": Evaluation,
     "elapsed_s": Progress,
@@ -121,6 +126,8 @@ def print_table(subject: Answer | Cluster | Progress) -> None:
         people().print(evaluation_table(subject), crop=False)
     elif isinstance(subject, Progress):
         people().print(_progress_text(subject), markup=False)
+    elif isinstance(subject, JointPlacement):
+        people().print(joint_table(subject), crop=False)
     else:
         people().print(
             refinement_table(subject) if isinstance(subject, Refinement) else table(subject)

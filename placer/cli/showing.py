@@ -33,6 +33,7 @@ from placer.schema import (
     Profile,
     Progress,
 )
+from placer.schema.joint import JointPlacement
 from placer.schema.refinement import Refinement
 
 Html = Annotated[
@@ -43,7 +44,17 @@ Html = Annotated[
         help="also write a report with pictures, all in one file",
     ),
 ]
-Shown = Profile | Placement | Refinement | Cluster | Measurement | Progress | Evaluation | Estimate
+Shown = (
+    Profile
+    | Placement
+    | JointPlacement
+    | Refinement
+    | Cluster
+    | Measurement
+    | Progress
+    | Evaluation
+    | Estimate
+)
 
 
 def show(
@@ -51,8 +62,9 @@ def show(
         str,
         typer.Argument(
             metavar="FILE|-",
-            help="JSON of a profile, placement, request, refinement, cluster, measurement,"
-            " evaluation or estimate, or the progress of a solve on a service",
+            help="JSON of a profile, placement, placements of several models, request, refinement,"
+            " cluster, measurement, evaluation or estimate, or the progress of a solve on a"
+            " service",
         ),
     ],
     html: Html = None,
@@ -119,6 +131,11 @@ def _placed(subject: Shown, file: str) -> Profile | Placement | Cluster | Estima
     if isinstance(subject, Progress):
         raise InputError(
             f"{file} holds the progress of a solve; pictures are of its placement when it has ended"
+        )
+    if isinstance(subject, JointPlacement):
+        raise InputError(
+            f"{file} holds placements of several models; pictures are of one: save the placement"
+            " of a model, found.placements[NAME].to_json()"
         )
     return subject.placement if isinstance(subject, Refinement) else subject
 

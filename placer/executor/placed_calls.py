@@ -58,6 +58,8 @@ class PlacedCalls:
     Attributes:
         streams: all streams of the flow.
         decoding: the recorded passes of one token, for ``generate`` in any thread.
+        make_room: frees device memory for a call that lacked it; returns whether it freed any, so
+            that the call runs again.
     """
 
     def __init__(self, placed: PlacedModel, settings: Settings) -> None:
@@ -67,6 +69,7 @@ class PlacedCalls:
         self.decoding = Generations(
             placed.module, placed.hooks, placed.lock, partial(self.applied, is_guest=True)
         )
+        self.make_room: Callable[[], bool] = nothing_freed
         self._block = _Block()
         # while any thread is in ``applied``: what makes the model's calls the flow's
         self._replaced: ExitStack | None = None
@@ -113,6 +116,18 @@ class PlacedCalls:
         """
         require_chunks(chunks)
         require_batch_options(options)
+        try:
+            return self._run(call, chunks, options, target)
+        except torch.OutOfMemoryError:
+            # a pass in training mode has changed buffers already
+            if self._placed.module.training or not self.make_room():
+                raise
+        return self._run(call, chunks, options, target)
+
+    def _run(
+        self, call: Call, chunks: int, options: BatchOptions, target: torch.device | None
+    ) -> tuple[Any, torch.device]:
+        """Run the model once; see ``run``."""
         if self._placed.assignment is None:
             self._settings.warn_of_edits()
             return self._run_unplaced(call)
@@ -450,6 +465,11 @@ class PlacedCalls:
             for leaves, structure in zip(results, structures, strict=True)
         ]
         return join(nests, cut.sizes, cut.joining, weights), place
+
+
+def nothing_freed() -> bool:
+    """Return False: a flow by itself has no other flow's memory to free."""
+    return False
 
 
 class _Block(threading.local):

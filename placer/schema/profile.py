@@ -28,6 +28,9 @@ Shares = Annotated[
     dict[Name, Annotated[float, Field(ge=0, le=LONGEST_MS)]], Field(max_length=64), IN_ORDER
 ]
 
+MOST_REPEATS = 1_000_000
+"""Limit of the runs of a model in one request; a generation of images takes fewer than 1,000."""
+
 UNSTEADY = 0.25
 """Largest spread of timings on an idle device. A few hundredths are usual; half or more means that
 other programs run on all cores."""
@@ -134,6 +137,10 @@ class Edge(Wire):
             of ``Layer.deferred_bytes`` (a result of a linear layer or convolution). If it arrives
             from the device of its only target, it needs no further buffer. Omitted below 1 MiB and
             for values with several targets.
+        repeats: how often the value is sent in one pass of the profile: in a joint profile of
+            several models, how often its model runs. 0: nothing is sent, the targets only wait for
+            the source, and devices need no link. Only requests for the latency of inference, with
+            ``contiguous`` False, accept other numbers than 1.
     """
 
     source: Name
@@ -144,6 +151,7 @@ class Edge(Wire):
     retained_bytes: Bytes = 0
     retained_until: str = ""
     deferred: bool = False
+    repeats: Annotated[int, Field(ge=0, le=MOST_REPEATS)] = 1
 
 
 class TiedParameters(Wire):

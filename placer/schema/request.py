@@ -145,6 +145,7 @@ class PlacementRequest(SolveOptions, Question):
         for profile in (self.profile, *self.profiles):
             self._check_times(profile, cluster)
         self._check_generation(cluster)
+        self._check_repeats()
         self._check_sizes()
         self._check_replicas()
         self._check_host_memory()
@@ -187,6 +188,23 @@ class PlacementRequest(SolveOptions, Question):
             )
         self._check_times(token, cluster)
         _refuse_other_passes(self.profile, token)
+
+    def _check_repeats(self) -> None:
+        """Check that values are sent more or less often than once only where costs say so."""
+        edge = next((edge for edge in self.profile.edges if edge.repeats != 1), None)
+        if edge is None:
+            return
+        is_joint = (
+            self.objective == "latency"
+            and not self.is_training
+            and self.constraints.contiguous is False
+        )
+        if not is_joint:
+            raise ValueError(
+                f"profile.edges: the value of {edge.source!r} has repeats {edge.repeats}, as in a "
+                "joint profile of several models; ask for objective 'latency' with training=False "
+                "and constraints.contiguous=False"
+            )
 
     def _check_sizes(self) -> None:
         """Check the fields of the objective ``step``: equal layers, and sizes that fill a batch."""
@@ -285,7 +303,8 @@ class PlacementRequest(SolveOptions, Question):
             {(link.source, link.target) for link in cluster.links} if len(pinned) > 1 else set()
         )
         for edge in self.profile.edges if len(pinned) > 1 else ():
-            self._check_way(edge, linked)
+            if edge.repeats:
+                self._check_way(edge, linked)
 
     def _check_way(self, edge: Edge, linked: set[tuple[str, str]]) -> None:
         """Check that a value between pinned layers, and its gradient, has a link."""

@@ -35,8 +35,8 @@ class Exchange(NamedTuple):
     Attributes:
         source: the node that makes them.
         readers: the other nodes that read them.
-        number: how many there are.
-        bytes: of all of them.
+        number: how many are sent.
+        bytes: of all that are sent.
         gradients: how many of them have gradients.
         gradient_bytes: of all of these.
     """
@@ -68,8 +68,8 @@ def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
         readers = tuple(sorted(nodes.holding(value.readers) - {source}))
         if readers:
             sums = found[source, readers]
-            sums[0] += 1
-            sums[1] += value.bytes
+            sums[0] += value.repeats
+            sums[1] += value.repeats * value.bytes
             sums[2] += value.gradient_bytes > 0
             sums[3] += value.gradient_bytes
     return [Exchange(*ends, *sums) for ends, sums in found.items()]

@@ -44,6 +44,7 @@ class Value:
         ordered: whether its source must be at its readers' stage or before, if contiguous.
         unbound: readers to which this does not apply.
         weightless: whether it takes no memory, as in published inputs that count state alone.
+        repeats: how often it is sent; 0 if its readers only wait for its source.
     """
 
     source: int
@@ -58,6 +59,7 @@ class Value:
     ordered: bool = True
     unbound: frozenset[int] = frozenset()
     weightless: bool = False
+    repeats: int = 1
 
     @cached_property
     def reader_set(self) -> frozenset[int]:
@@ -329,14 +331,18 @@ class Problem:
 
     def linked(self, value: Value, source: int, target: int) -> bool:
         """Return whether the value may pass from one device to another, and its gradient back."""
+        if not value.repeats:
+            return True
         there, back = self.links[source][target], self.links[target][source]
         return there is not None and (back is not None or not value.gradient_bytes)
 
     def send_ms(self, value: Value, source: int, target: int) -> float:
         """Return the time that the value takes from one device to another."""
+        if not value.repeats:
+            return 0.0
         link = self.links[source][target]
         assert link is not None  # linked() was asked before
-        return link.transfer_ms(value.bytes)
+        return value.repeats * link.transfer_ms(value.bytes)
 
     def gradient_ms(self, value: Value, source: int, target: int) -> float:
         """Return the time that the gradient takes back, from ``target`` to ``source``.
@@ -411,7 +417,16 @@ def _value(request: PlacementRequest, edge: Edge, place: dict[str, int]) -> Valu
     ends = place[edge.source], *sorted({place[target] for target in edge.targets})
     retained_until = place[edge.retained_until] if edge.retained_until else ends[-1]
     if not request.is_training:
-        return Value(ends[0], ends[1:], edge.bytes, 0, (), 0, ends[-2], retained_until)
+        return Value(
+            source=ends[0],
+            readers=ends[1:],
+            bytes=edge.bytes,
+            gradient_bytes=0,
+            keepers=(),
+            retained_from=ends[-2],
+            retained_until=retained_until,
+            repeats=edge.repeats,
+        )
     apart = request.schedule == "zero-bubble"
     kept_anyhow = apart and edge.deferred and len(ends) == 2
     return Value(
@@ -564,8 +579,9 @@ def _refuse_slow_links(request: PlacementRequest) -> None:
     if not sizes:
         return
     size_bytes, source = max(sizes, key=lambda one: one[0])
+    most = max(1, *(edge.repeats for edge in request.profile.edges))
     for link in request.placed_on.links:
-        time_ms = link.transfer_ms(size_bytes)
+        time_ms = most * link.transfer_ms(size_bytes)
         if time_ms > LONGEST_MS:
             raise InputError(
                 f"{size_bytes} bytes of layer {source!r} would take {time_ms:.3g} ms over link "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_list import transformers
 
 import placer
@@ -128,3 +130,31 @@ def test_predictions_come_with_what_is_measured(
     for row in rows.values():
         predicted, measured = row["figures"]["predicted ms"], row["figures"]["measured ms"]
         assert row["value"] == pytest.approx(100 * (predicted / measured - 1), abs=0.5, rel=0.01)
+
+
+@pytest.mark.integration
+def test_images_in_a_stream_on_two_devices_are_those_of_one(
+    rows_of: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet = importlib.import_module("benchmarks.generation.sdxl_unet")
+    one_level = replace(unet.TINY, channels=(8,), depths=(1,))  # a capture takes less time
+    monkeypatch.setattr(unet, "TINY", one_level)
+    values = {measure: row["value"] for measure, row in rows_of("unet").items()}
+    for name in ("flow.stream on one device", "eager on one device"):
+        assert values.pop(f"largest difference of results, {name}") < 1e-4
+    assert set(values) == {
+        "images per second, a UNet pass each",
+        "images per second, in those of the faster way on one device",
+    }
+    assert min(values.values()) > 0
+
+
+def test_the_unet_has_the_parameters_of_stable_diffusion_xl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    unet = importlib.import_module("benchmarks.generation.sdxl_unet")
+    with torch.device("meta"):
+        model = unet.SDXLUNet(unet.Sizes())
+    # of diffusers' UNet2DConditionModel with the configuration of stable-diffusion-xl-base-1.0
+    assert sum(parameter.numel() for parameter in model.parameters()) == 2_567_463_684

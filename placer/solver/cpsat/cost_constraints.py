@@ -87,7 +87,9 @@ def _transfers(model: PlacementVariables) -> tuple[list[list[Term]], list[list[T
     for (source, readers), values in _values_by_ends(model).items():
         if one_link is not None:
             # Equal links: a count of receivers is enough, and pairs of devices need no literals.
-            there = model.steps(sum(one_link.transfer_ms(value.bytes) for value in values))
+            there = model.steps(
+                sum(value.repeats * one_link.transfer_ms(value.bytes) for value in values)
+            )
             sizes = [value.gradient_bytes for value in values if value.gradient_bytes]
             back = model.steps(sum(one_link.transfer_ms(size) for size in sizes))
             if there + back:

@@ -353,5 +353,5 @@ def longest_ms(problem: Problem) -> float:
     for value in problem.values:
         for size in (value.bytes, value.gradient_bytes):
             slowest = max((link.transfer_ms(size) for link in links), default=0.0)
-            time_ms += slowest * min(len(value.readers), problem.most_devices)
+            time_ms += value.repeats * slowest * min(len(value.readers), problem.most_devices)
     return time_ms

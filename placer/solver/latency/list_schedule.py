@@ -25,7 +25,7 @@ from placer.solver.bounds.simple_bounds import longest_paths
 from placer.solver.components import closed_groups, topological_order
 from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.latency.makespan import LinkTimes
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, Value
 from placer.solver.reduce import Reduction, joined
 
 TRIES = 3
@@ -71,8 +71,12 @@ def partitions(problem: Problem, nodes: Reduction) -> Iterator[Reduction]:
     Each partition once.
     """
     yield nodes
+    # whole models of a joint profile hang together; their order is no reason to be on one device
     arcs = nodes.arcs(
-        (value.source, reader) for value in problem.values for reader in value.readers
+        (value.source, reader)
+        for value in problem.values
+        if value.repeats
+        for reader in value.readers
     )
     readers = Counter(source for source, _ in arcs)
     sources = Counter(reader for _, reader in arcs)
@@ -109,11 +113,11 @@ class _Listing:
         for layers, size in zip(nodes.nodes, capacity.size_bytes, strict=True):
             self._size_bytes[blocks.node_of[layers[0]]] += size
         self._able = [sorted(devices) for devices in blocks.allowed]
-        self._inputs: list[list[tuple[int, int, int]]] = [[] for _ in blocks.nodes]
+        self._inputs: list[list[tuple[int, Value]]] = [[] for _ in blocks.nodes]
         for value in problem.values:
             source = blocks.node_of[value.source]
             for reader in sorted(blocks.holding(value.readers) - {source}):
-                self._inputs[reader].append((source, value.bytes, value.gradient_bytes))
+                self._inputs[reader].append((source, value))
 
     def longest_way_first(self) -> list[int]:
         """Return the blocks by their longest path to the end, in topological order if possible."""
@@ -146,8 +150,8 @@ class _Listing:
         held = _Held(self._problem, self._capacity)
         for block in order:
             inputs = [
-                (place[source], done[source], there_bytes, back_bytes)
-                for source, there_bytes, back_bytes in self._inputs[block]
+                (place[source], done[source], value)
+                for source, value in self._inputs[block]
                 if place[source] >= 0
             ]
             sources = {at for at, *_ in inputs}
@@ -164,15 +168,15 @@ class _Listing:
             held.take(chosen, sources, size, count)
         return place
 
-    def _there_ms(self, device: int, inputs: Sequence[tuple[int, float, int, int]]) -> float:
-        """Return when values are on a device, from their devices, finish times and bytes."""
-        latency, byte = self._link_times.latency_ms, self._link_times.byte_ms
+    def _there_ms(self, device: int, inputs: Sequence[tuple[int, float, Value]]) -> float:
+        """Return when values are on a device, from their devices and finish times."""
+        times = self._link_times
         last = 0.0
-        for at, done, there, back in inputs:
+        for at, done, value in inputs:
             if at != device:
-                done += latency[at][device] + there * byte[at][device]
-                if back:
-                    done += latency[device][at] + back * byte[device][at]
+                done += times.ms(at, device, value.bytes, value.repeats)
+                if value.gradient_bytes:
+                    done += times.ms(device, at, value.gradient_bytes)
             if done > last:
                 last = done
         return last

@@ -17,8 +17,8 @@ from placer.schema import Link
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_behind
 from placer.solver.problem import Problem
 
-Inputs = Sequence[Sequence[tuple[int, int]]]
-"""By place, what it waits for: earlier places, and the bytes that come from there."""
+Inputs = Sequence[Sequence[tuple[int, int, int]]]
+"""By place, what it waits for: earlier places, the bytes that come from there, and how often."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ class LinkTimes:
             ],
         )
 
-    def ms(self, device: int, other: int, size: int) -> float:
-        """Return the time of a transfer of this many bytes."""
-        return self.latency_ms[device][other] + size * self.byte_ms[device][other]
+    def ms(self, device: int, other: int, size: int, times: int = 1) -> float:
+        """Return the time of transfers of this many bytes each."""
+        if not times:
+            return 0.0  # also where there is no link
+        return times * (self.latency_ms[device][other] + size * self.byte_ms[device][other])
 
 
 def _latency_ms(link: Link | None, same: bool) -> float:
@@ -83,7 +85,7 @@ class Pass:
         devices: Sequence[int],
     ) -> None:
         self._link_times, self._time_ms, self._inputs = link_times, time_ms, inputs
-        arcs = [(source, place) for place, row in enumerate(inputs) for source, _ in row]
+        arcs = [(source, place) for place, row in enumerate(inputs) for source, *_ in row]
         self._tail_ms = longest_behind(fastest_ms, arcs)  # at no cost of transfers
         self.least_ms = max(own + tail for own, tail in zip(fastest_ms, self._tail_ms, strict=True))
         self.looked_at = 0
@@ -99,10 +101,10 @@ class Pass:
     @classmethod
     def forwards(cls, problem: Problem, link_times: LinkTimes, devices: Sequence[int]) -> Self:
         """Return the forward pass of an assignment, given by layer."""
-        inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]
+        inputs: list[list[tuple[int, int, int]]] = [[] for _ in problem.layers]
         for value in problem.values:
             for reader in value.readers:
-                inputs[reader].append((value.source, value.bytes))
+                inputs[reader].append((value.source, value.bytes, value.repeats))
         return cls(
             link_times, problem.forward_ms, fastest_ms(problem, problem.forward_ms), inputs, devices
         )
@@ -111,10 +113,10 @@ class Pass:
     def backwards(cls, problem: Problem, link_times: LinkTimes, devices: Sequence[int]) -> Self:
         """Return the mirror image: the last layer has the first place."""
         last = len(problem.layers) - 1
-        inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]
+        inputs: list[list[tuple[int, int, int]]] = [[] for _ in problem.layers]
         for value in problem.values:
             for reader in value.readers if value.gradient_bytes else ():
-                inputs[last - value.source].append((last - reader, value.gradient_bytes))
+                inputs[last - value.source].append((last - reader, value.gradient_bytes, 1))
         fastest = fastest_ms(problem, problem.backward_ms)
         return cls(link_times, problem.backward_ms[::-1], fastest[::-1], inputs, devices[::-1])
 
@@ -152,14 +154,9 @@ class Pass:
             row = self.held[device]
             index = bisect_left(row, place)
             awaited = [(self.finish[row[index - 1]], row[index - 1])] if index else []
-            for source, size in self._inputs[place]:
-                awaited.append(
-                    (
-                        self.finish[source]
-                        + self._link_times.ms(self._device[source], device, size),
-                        source,
-                    )
-                )
+            for source, size, times in self._inputs[place]:
+                there_ms = self._link_times.ms(self._device[source], device, size, times)
+                awaited.append((self.finish[source] + there_ms, source))
             if not awaited:
                 return found
             place = max(awaited)[1]
@@ -185,11 +182,11 @@ class Pass:
         for place in range(first, len(finish)):
             device = devices[place]
             start = free[device]
-            for source, size in inputs[place]:
+            for source, size, repeats in inputs[place]:
                 there = finish[source]
                 other = devices[source]
-                if other != device:
-                    there += latency[other][device] + size * byte[other][device]
+                if other != device and repeats:
+                    there += repeats * (latency[other][device] + size * byte[other][device])
                 if there > start:
                     start = there
             free[device] = finish[place] = end = start + times[place][device]

@@ -27,7 +27,9 @@ def latency_ms(request: PlacementRequest, where: Where, resting: Collection[str]
     layers = {layer.name: layer for layer in request.profile.layers}
 
     def forward_delay(edge: Edge, source: str, target: str) -> float:
-        return 0.0 if source == target else links[source, target].transfer_ms(edge.bytes)
+        if source == target or not edge.repeats:
+            return 0.0
+        return edge.repeats * links[source, target].transfer_ms(edge.bytes)
 
     def backward_delay(edge: Edge, source: str, target: str) -> float:
         return 0.0 if source == target else links[target, source].transfer_ms(edge.gradient_bytes)

@@ -43,7 +43,7 @@ def times_of(request: PlacementRequest, where: Where) -> dict[str, Times]:
         times[name].compute_ms += layer.forward_ms[types[name]]
         times[name].compute_ms += layer.backward_ms[types[name]] if request.is_training else 0.0
     for edge, source, target in crossings(request, where):
-        there = links[source, target].transfer_ms(edge.bytes)
+        there = edge.repeats * links[source, target].transfer_ms(edge.bytes)
         has_gradient = request.is_training and edge.gradient_bytes > 0
         back = links[target, source].transfer_ms(edge.gradient_bytes) if has_gradient else 0.0
         times[source].send_ms += there
@@ -64,7 +64,9 @@ def links_of(request: PlacementRequest) -> dict[tuple[str, str], Link]:
 
 
 def crossings(request: PlacementRequest, where: Where) -> Iterator[tuple[Edge, str, str]]:
-    """Return every value that leaves its device, once for each device that receives it."""
+    """Return every value that is sent, once for each device that receives it."""
     for edge in request.profile.edges:
+        if not edge.repeats:
+            continue
         for target in sorted({where[name] for name in edge.targets} - {where[edge.source]}):
             yield edge, where[edge.source], target

@@ -19,8 +19,8 @@ def test_the_help_offers_to_install_and_to_show_the_completion() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("placer so", {"solve"}),
-        ("placer s", {"solve", "suggest", "show", "serve"}),
+        ("placer so", {"solve", "solve-together"}),
+        ("placer s", {"solve", "solve-together", "suggest", "show", "serve"}),
         ("placer solve --time-l", {"--time-limit"}),
     ],
 )
