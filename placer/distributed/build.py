@@ -46,11 +46,11 @@ from placer.distributed.state.partial_modules import Names, plant
 from placer.distributed.state.rank_weights import Sharing, Weights, keep_owners, owners_of
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
 from placer.executor.checks.batch_check import BatchChecks
+from placer.executor.engine.shares import divided, refuse_unreplicable
 from placer.executor.output_joining import Joining
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.executor.training.loss.loss_weights import Weighing, merged
-from placer.executor.training.shares import divided, refuse_unreplicable
 from placer.schema import BatchOptions, Placement
 from placer.schema.options import Weigh
 from placer.utils.units import count_text

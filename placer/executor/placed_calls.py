@@ -29,6 +29,7 @@ from placer.errors import InputError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.device_map import device_map_set
 from placer.executor.engine.compiled_segments import Backend
+from placer.executor.engine.shares import call_sizes
 from placer.executor.generation.generations import CancelledError, Generations
 from placer.executor.inference.repeated_calls import RepeatedCalls
 from placer.executor.inference.stream import Streams
@@ -41,7 +42,6 @@ from placer.executor.stage_errors import nothing_held
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.batch_statistics import refuse_uncaptured
 from placer.executor.state.replication import ONE_PIPELINE
-from placer.executor.training.shares import call_sizes
 from placer.schema import BatchOptions
 
 Around: TypeAlias = Callable[..., Any]
@@ -117,15 +117,20 @@ class PlacedCalls:
         require_chunks(chunks)
         require_batch_options(options)
         try:
-            return self._run(call, chunks, options, target)
+            return self._run(call, chunks, options, target, is_shared)
         except torch.OutOfMemoryError:
             # a pass in training mode has changed buffers already
             if self._placed.module.training or not self.make_room():
                 raise
-        return self._run(call, chunks, options, target)
+        return self._run(call, chunks, options, target, is_shared)
 
     def _run(
-        self, call: Call, chunks: int, options: BatchOptions, target: torch.device | None
+        self,
+        call: Call,
+        chunks: int,
+        options: BatchOptions,
+        target: torch.device | None,
+        is_shared: bool,
     ) -> tuple[Any, torch.device]:
         """Run the model once; see ``run``."""
         if self._placed.assignment is None:

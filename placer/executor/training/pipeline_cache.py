@@ -22,6 +22,7 @@ from placer.capture.layers import LayerGraph
 from placer.errors import InputError
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.shape_cache import LatestShapes
+from placer.executor.engine.shares import refuse_unreplicable
 from placer.executor.model_captures import Capture, shapes
 from placer.executor.placed_model import PlacedModel
 from placer.executor.segments import segments, taken_in_turn
@@ -29,7 +30,6 @@ from placer.executor.settings import Settings
 from placer.executor.stage_errors import nothing_held
 from placer.executor.state.assignment import Assignment
 from placer.executor.training.loss.loss_weights import Weighing
-from placer.executor.training.shares import refuse_unreplicable
 from placer.executor.training.stages.weight_aliases import Weights
 from placer.executor.training.training_batch import Batch
 from placer.executor.training.training_pipeline import (

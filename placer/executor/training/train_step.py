@@ -28,6 +28,7 @@ from placer.capture.pytrees import detached_nest, flatten
 from placer.errors import BatchError, InputError, StageError
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.fill_drain import to_device
+from placer.executor.engine.shares import part_sizes
 from placer.executor.output_joining import Joining, join
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
@@ -44,7 +45,6 @@ from placer.executor.training.loss.loss_weights import Weighing, merged
 from placer.executor.training.optimizer.optimizer_update import Update
 from placer.executor.training.optimizer.shared_optimizers import Others, kept, note_waiting
 from placer.executor.training.pipeline_cache import Pipelines, room_of, tell_in_turn
-from placer.executor.training.shares import part_sizes
 from placer.executor.training.stages.training_slot import Collected
 from placer.executor.training.stages.training_stage import LOSS
 from placer.executor.training.stages.weight_aliases import Keep

@@ -14,8 +14,8 @@ from torch.nn import functional
 from unverified import unverified
 
 from placer import DataFlow
+from placer.executor.engine.shares import part_sizes
 from placer.executor.state.replication import Replication
-from placer.executor.training.shares import part_sizes
 from placer.executor.training.train_step import TrainStep
 from placer.schema import Placement
 from placer.testing import logical_devices
