@@ -77,7 +77,9 @@ def reason(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError) or "OutOfMemoryError" in str(error):
         return "out of memory"
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1]}"[:200]
+    # behind the first line of an error of CUDA there is only general advice
+    line = lines[0] if lines[0].startswith("CUDA error") else lines[-1]
+    return f"{type(error).__name__}: {line}"[:200]
 
 
 def release() -> None:
