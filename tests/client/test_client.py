@@ -126,7 +126,7 @@ def test_place_posts_the_request_and_returns_the_placement(ask, request_):
     script = Script((200, DONE))
     assert ask(script, "place", request_) == Placement.model_validate(DONE)
     assert PlacementRequest.model_validate_json(script.calls[0].content) == request_
-    assert json.loads(script.calls[0].content)["schema_version"] == "2"
+    assert json.loads(script.calls[0].content)["schema_version"] == "3"
 
 
 @pytest.mark.parametrize(
@@ -482,7 +482,7 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments():
 def test_the_client_says_which_version_it_reads(ask):
     script = Script((200, {"status": "ok", "version": "1.2"}))
     ask(script, "health")
-    assert script.calls[0].headers["Placer-Schema-Version"] == "1, 2"
+    assert script.calls[0].headers["Placer-Schema-Version"] == "1, 2, 3"
 
 
 def test_the_client_imports_neither_torch_nor_the_server_nor_the_solver():
