@@ -77,11 +77,15 @@ def layer(phase: str) -> str | None:
         return None
     model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 6))
     tokens = torch.tensor([0, 1, 2, 9 if phase == "forward" else 3])
-    pipeline = distributed.build(
-        model, {"0": "cpu:0"}, tokens[:2], nn.MSELoss(), chunks=2, group=group
-    )
-    if phase == "backward":
-        model[1].bias.register_hook(lambda gradient: {}["late"])
+    fails = False
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if fails and output.requires_grad:
+            output.register_hook(lambda gradient: {}["late"])
+        return nn.functional.mse_loss(output, target)
+
+    pipeline = distributed.build(model, {"0": "cpu:0"}, tokens[:2], loss, chunks=2, group=group)
+    fails = phase == "backward"
     return told(lambda: pipeline.step(tokens, torch.zeros(4, 6)))
 
 
