@@ -136,7 +136,7 @@ def _stepping() -> Any:
 
 
 @pytest.mark.parametrize("inputs", [(X, X), {"xx": X}])
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:micro-batches were not compared")
 def test_inputs_that_the_model_refuses_are_no_matter_of_its_capture(inputs: Any) -> None:
     # It was warned before that the model is not captured, because torch.export had met the same
     # TypeError.
