@@ -222,7 +222,7 @@ def _rows(case: str, engines: Mapping[str, Engine], new: int) -> Iterator[dict[s
         yield record.row(case, "tokens after the prompt that replayed a recording", "%", share)
     for name, engine in others.items():
         share = equal_share(ours.tokens, engine.tokens)
-        yield record.row(case, f"tokens that are those of: {name}", "%", share)
+        yield record.row(case, f"tokens equal to the tokens of: {name}", "%", share)
 
 
 def _ratios(

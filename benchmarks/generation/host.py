@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any
 
 from .. import record
+from . import models
 
 PEER = "accelerate's dispatch_model, the same layers offloaded"
 RESIDENT = "ours, all weights on the device"
@@ -118,7 +119,7 @@ def _rows(
             for one, other in zip(some, others, strict=True)
         ]
         share = 100.0 * sum(same) / len(same)
-        yield record.row(case, f"tokens that are those of: {name}", "%", share)
+        yield record.row(case, f"tokens equal to the tokens of: {name}", "%", share)
 
 
 def _placement(place: Any, ids: Any, new: int) -> Any:
@@ -133,7 +134,7 @@ def _placement(place: Any, ids: Any, new: int) -> Any:
         return Placement(
             status="feasible", objective="generation", layer_devices=layers, resting=resting
         )
-    model, _ = _on_meta()
+    model = _on_meta()
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
     layer = sum(one.numel() * one.element_size() for one in model.model.layers[0].parameters())
     return suggest(
@@ -148,36 +149,21 @@ def _placement(place: Any, ids: Any, new: int) -> Any:
     )
 
 
-def _on_meta() -> tuple[Any, Any]:
-    """Return a model on ``meta``, with the values of its buffers, and its configuration."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def _on_meta() -> Any:
+    """Return a model on ``meta``, with the values of its buffers."""
     from placer import on_meta
 
     from ..executor import cases
 
-    is_small = cases.is_small()
-    width, inner, layers, heads = (64, 128, 4, 4) if is_small else (4096, 11008, 32, 32)
-    dtype = torch.float32 if is_small else torch.bfloat16
-    config = LlamaConfig(
-        vocab_size=100 if is_small else 32000,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        torch_dtype=dtype,
-    )
     with on_meta():
-        return LlamaForCausalLM(config).to(dtype).eval(), config
+        return models.llama(cases.is_small())
 
 
 def _model(place: Any, resting: Collection[str]) -> Any:
     """Return the model with its weights, which are equal each time, on the device and the host."""
     import torch
 
-    model, _ = _on_meta()
+    model = _on_meta()
     torch.manual_seed(0)
     for name in _parts(len(model.model.layers)):
         part = model.get_submodule(name)

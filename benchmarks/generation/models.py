@@ -36,12 +36,10 @@ def prompts(count: int, batch: int, length: int, place: Any) -> list[Any]:
     ]
 
 
-def small_llama(is_tiny: bool) -> Any:
-    """Return a model of 6.7 billion parameters with random values, where models are made."""
+def llama(is_tiny: bool) -> Any:
+    """Return a Llama with 6.7 billion parameters, on the default device in use."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ..executor import cases
 
     width, inner, layers, heads = (64, 128, 4, 4) if is_tiny else (4096, 11008, 32, 32)
     dtype = torch.float32 if is_tiny else torch.bfloat16
@@ -54,9 +52,18 @@ def small_llama(is_tiny: bool) -> Any:
         num_key_value_heads=heads,
         torch_dtype=dtype,
     )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def small_llama(is_tiny: bool) -> Any:
+    """Return ``llama`` with random values, where models are made."""
+    import torch
+
+    from ..executor import cases
+
     torch.manual_seed(0)
     with cases.home():
-        return LlamaForCausalLM(config).to(dtype).eval()
+        return llama(is_tiny)
 
 
 def name_of(model: Any, is_tiny: bool) -> str:

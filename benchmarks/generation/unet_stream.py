@@ -82,7 +82,7 @@ def rows(turns: int) -> Iterator[dict[str, Any]]:
     )
     yield record.row(
         case,
-        "images per second, in those of the faster way on one device",
+        "images per second, over the faster way on one device",
         "x",
         round(value[TWO] / one, 3),
         spread=(round(min(two) / one, 3), round(max(two) / one, 3)),

@@ -150,46 +150,41 @@ def row_of_profile(
     """Return the row of a request by objective ``throughput``, with plans of unlike replicas.
 
     The peers' values are Placer's cost of PipeDream's plan, and of the best plan whose stages may
-    have unlike numbers of replicas.
+    have unlike numbers of replicas, by a program apart from the solver.
     """
-    request = made()
+
+    def note(request: PlacementRequest, unlike: UnlikeReplicas) -> str:
+        alone_ms = unlike.data_parallel_of_pipedream()
+        return f"data parallelism {alone_ms:.4g} ms"
+
+    return _bottleneck_row(made(), wanted, case, note)
+
+
+def row_by_stage(made: Callable[[], PlacementRequest], wanted: Wanted, case: str) -> dict[str, Any]:
+    """Return the row of a request with ``replicas="by-stage"``; the peers as ``row_of_profile``."""
+
+    def note(request: PlacementRequest, unlike: UnlikeReplicas) -> str:
+        ran = CONFIGURATIONS.get((request.profile.model, len(request.devices)), "not known")
+        equal = solve(request.model_copy(update={"replicas": "auto"})).objective_value
+        return f"its authors ran: {ran}; equal pipelines {equal:.4g} ms"
+
+    return _bottleneck_row(made(), wanted, case, note)
+
+
+def _bottleneck_row(
+    request: PlacementRequest,
+    wanted: Wanted,
+    case: str,
+    note: Callable[[PlacementRequest, UnlikeReplicas], str],
+) -> dict[str, Any]:
+    """Return the row of a bottleneck, with plans of unlike replicas and a note on PipeDream's."""
     unlike = UnlikeReplicas(request)
     theirs, best = unlike.of_pipedream(), unlike.best()
 
     def figures(placement: Placement) -> Mapping[str, str | float | None]:
         return _figures(placement) | {
             "plan of PipeDream": f"{theirs}, {theirs.predicted_ms:.4g} ms by its estimate; "
-            f"data parallelism {unlike.data_parallel_of_pipedream():.4g} ms",
-            "best with unlike replicas": str(best),
-        }
-
-    def peers() -> dict[str, float | None]:
-        return {
-            "PipeDream's plan": unlike.bottleneck(theirs),
-            "unlike replicas": unlike.bottleneck(best),
-        }
-
-    return measured(
-        case, "bottleneck", lambda: solve(request), wanted, peers=peers, figures=figures
-    )
-
-
-def row_by_stage(made: Callable[[], PlacementRequest], wanted: Wanted, case: str) -> dict[str, Any]:
-    """Return the row of a request with ``replicas="by-stage"``.
-
-    The peers' values are Placer's cost of PipeDream's plan, and of the best plan of a program apart
-    from the solver.
-    """
-    request = made()
-    unlike = UnlikeReplicas(request)
-    theirs, best = unlike.of_pipedream(), unlike.best()
-    ran = CONFIGURATIONS.get((request.profile.model, len(request.devices)), "not known")
-
-    def figures(placement: Placement) -> Mapping[str, str | float | None]:
-        equal = solve(request.model_copy(update={"replicas": "auto"})).objective_value
-        return _figures(placement) | {
-            "plan of PipeDream": f"{theirs}, {theirs.predicted_ms:.4g} ms by its estimate; its "
-            f"authors ran: {ran}; equal pipelines {equal:.4g} ms",
+            + note(request, unlike),
             "best with unlike replicas": str(best),
         }
 

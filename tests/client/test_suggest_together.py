@@ -98,7 +98,7 @@ def test_too_little_memory_for_all_models_is_an_error_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "told"),
+    ("models", "message"),
     [
         ([nn.Linear(2, 2)], "models is a list; give a dict from names to placer.ModelUse"),
         ({}, "models is empty"),
@@ -106,8 +106,8 @@ def test_too_little_memory_for_all_models_is_an_error_with_the_reason() -> None:
         ({"unet": ModelUse("unet")}, "model is a str; give an nn.Module"),  # type: ignore[arg-type]
     ],
 )
-def test_models_of_other_kinds_are_refused(models: Any, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_models_of_other_kinds_are_refused(models: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         suggest_together(models)
 
 
@@ -118,7 +118,7 @@ def test_a_number_of_runs_that_is_none_is_refused(runs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"objective": "throughput"}, "objective is 'throughput', but models that are used"),
         ({"objective": "memory"}, "objective is 'memory', but models that are used one after"),
@@ -130,7 +130,7 @@ def test_a_number_of_runs_that_is_none_is_refused(runs: Any) -> None:
         ({"constraint": None}, "suggest_together has no argument 'constraint'"),
     ],
 )
-def test_options_without_effect_are_refused(options: dict[str, Any], told: str) -> None:
+def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
     uses = {"encoder": ModelUse(_profile(memory=250))}
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         suggest_together(uses, **options)

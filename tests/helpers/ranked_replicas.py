@@ -99,7 +99,7 @@ def step(make: Make, placement: Placement, batches: int = 1, **options: Any) -> 
 
 
 def on_hosts(make: Make, placement: Placement, hosts: list[str]) -> dict[str, Any]:
-    """A step, where each process is told to be on the host of that name."""
+    """A step, where each process takes itself to be on the host of that name."""
     with on_node([sorted(set(hosts)).index(host) for host in hosts], hosts):
         return step(make, placement, first=[hosts.index(host) for host in sorted(set(hosts))])
 

@@ -58,7 +58,7 @@ def test_a_file_of_placements_is_shown(run: Run, files: dict[str, str], tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["unet"], "'unet' is not NAME=FILE[:RUNS]; write unet=unet.json:50"),
         (["=a.json"], "'=a.json' is not NAME=FILE[:RUNS]"),
@@ -68,11 +68,11 @@ def test_a_file_of_placements_is_shown(run: Run, files: dict[str, str], tmp_path
     ],
 )
 def test_words_that_name_no_models_are_refused(
-    run: Run, files: dict[str, str], words: list[str], told: str
+    run: Run, files: dict[str, str], words: list[str], message: str
 ) -> None:
     answer = run("solve-together", *(word.replace("UNET", files["unet"]) for word in words))
     assert answer.code == 2
-    assert told in answer.err
+    assert message in answer.err
 
 
 def test_the_table_of_no_placements_says_why(run: Run, files: dict[str, str]) -> None:

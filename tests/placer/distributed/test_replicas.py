@@ -137,7 +137,7 @@ def test_training_goes_on_from_a_checkpoint_with_other_replicas_or_unsplit(
     )
     state = {"model": model.state_dict()}
     with warnings.catch_warnings():
-        # torch tells that it loads without other processes: that is what is tested
+        # torch warns that it loads without other processes, as it should here
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=path)
     torch.testing.assert_close(dict(state["model"]), states[1], **EXACT)

@@ -188,15 +188,15 @@ def test_an_answer_to_another_request_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"models": {}}, "models"),
         ({"constraints": Constraints(contiguous=True)}, "constraints.contiguous is True"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused(changed: dict[str, Any], told: str) -> None:
+def test_a_request_that_cannot_be_met_is_refused(changed: dict[str, Any], message: str) -> None:
     whole = {"models": random_request(26).models, **changed}
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         JointRequest(**whole)
 
 
