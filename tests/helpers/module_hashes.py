@@ -3,8 +3,8 @@ tests covers.
 
 A module's hash is computed from its syntax tree without comments, docstrings, positions and
 ``pass``, so that neither formatting nor the Python version that computes it matters. Nothing is
-imported or run, which takes about a second for the whole project where importing it would need
-torch.
+imported or run, since importing the project would need torch. Parsing all of it takes a second or
+two; what a file says is kept in ``build/`` under the hash of its text.
 
 A test folder covers
 
@@ -22,10 +22,11 @@ import gc
 import hashlib
 import multiprocessing
 import os
+import pickle
 import re
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -324,16 +325,49 @@ class Sources:
         todo = set(self._tests_that_name(self.markers))
         todo |= {path for place in self._packages.values() for path in place.rglob("*.py")}
         todo -= self._known.keys()
+        kept = self._kept()
         with multiprocessing.get_context("fork").Pool(count) as pool:
             while todo:
-                given = [(path, *self._described(path)) for path in todo]
-                self._known.update(zip(todo, pool.starmap(read_module, given, _SHARE), strict=True))
+                keys = {path: self._key(path) for path in todo}
+                new = [path for path in todo if keys[path] not in kept]
+                given = [(path, *self._described(path)) for path in new]
+                parsed = pool.starmap(read_module, given, _SHARE)
+                kept |= zip((keys[path] for path in new), parsed, strict=True)
+                self._known |= {path: kept[keys[path]] for path in todo}
                 todo = {file for path in todo for file in self._imports(path)} - self._known.keys()
+        self._keep({self._key(path): module for path, module in self._known.items()})
 
     def _module(self, path: Path) -> Module:
         if path not in self._known:
             self._known[path] = read_module(path, *self._described(path))
         return self._known[path]
+
+    @property
+    def _store(self) -> Path:
+        """The file that holds what earlier processes parsed."""
+        return self.root / "build" / "modules.pickle"
+
+    def _kept(self) -> dict[tuple[str, str, bool], Module]:
+        """What earlier processes parsed, by ``_key``."""
+        try:
+            kept: dict[tuple[str, str, bool], Module] = pickle.loads(self._store.read_bytes())
+        except Exception:  # there is none, or other code wrote it
+            return {}
+        return kept
+
+    def _keep(self, modules: dict[tuple[str, str, bool], Module]) -> None:
+        """Write what was parsed for later processes; where the folder cannot be written, they parse
+        again."""
+        with suppress(OSError):
+            self._store.parent.mkdir(exist_ok=True)
+            part = self._store.with_suffix(f".{os.getpid()}")
+            part.write_bytes(pickle.dumps(modules))
+            part.replace(self._store)
+
+    def _key(self, path: Path) -> tuple[str, str, bool]:
+        """What decides what a file says: its text and this program's, and how it is read."""
+        text = hashlib.sha256(_own_text() + path.read_bytes()).hexdigest()
+        return text, *self._described(path)
 
     def _name(self, path: Path) -> str:
         """A file's path from the root."""
@@ -372,6 +406,11 @@ class Sources:
             ]
             self._found[name] = next((file for file in files if name and file.is_file()), None)
         return self._found[name]
+
+
+@cache
+def _own_text() -> bytes:
+    return Path(__file__).read_bytes()
 
 
 @cache
