@@ -50,11 +50,11 @@ from placer.executor.flow_hooks import call_of_model, refuse_hooks, run_with_hoo
 from placer.executor.generation.findings import GenerationReport
 from placer.executor.generation.generate_many import generate_many
 from placer.executor.measure import measure_step, measure_stream
-from placer.executor.model_lock import ModelLock
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
 from placer.executor.settings import Settings
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
+from placer.executor.state.model_lock import ModelLock
 from placer.executor.state.placed_weights import PlacedWeights
 from placer.executor.state.replication import Replication
 from placer.executor.state.state_copies import Copies
