@@ -103,7 +103,8 @@ class DataFlow(nn.Module):
         clear_cache: return cached device memory after layers were moved (default).
         fine_grained: ``layer_gpus`` lists every leaf module instead of the module's children.
         enable_clone: keep the weights on every device, so that ``update_flow`` moves nothing. For
-            inference only: with gradients it raises, since clones would not be trained.
+            inference only: it raises in training mode, and where parameters need gradients, since
+            clones would not be trained.
         deferred_batch_norm: update the running statistics of batch normalisation once per whole
             batch, as in the unsplit model; otherwise every micro-batch updates them. Normalisation
             is per micro-batch either way.

@@ -77,9 +77,10 @@ def _compute(model: PlacementVariables) -> list[list[Term]]:
 
 
 def _transfers(model: PlacementVariables) -> tuple[list[list[Term]], list[list[Term]]]:
-    """Return a value is sent once per device that reads it; its gradient comes back.
+    """Return, by device, the terms of what it sends and of what it receives.
 
-    Values with the same ends go together.
+    A value is sent once to each device that reads it, and its gradient comes back. Values with the
+    same ends share their terms.
     """
     send: list[list[Term]] = [[] for _ in model.devices]
     receive: list[list[Term]] = [[] for _ in model.devices]

@@ -343,7 +343,7 @@ def _weights(problem: Problem, nodes: Reduction) -> list[float]:
 
 
 def longest_ms(problem: Problem) -> float:
-    """More than any placement takes, by either objective."""
+    """Return an upper bound of every placement's throughput and latency objective, in ms."""
     time_ms = sum(
         max(problem.compute_ms(layer, device) for device in range(len(problem.devices)))
         for layer in range(len(problem.layers))
