@@ -14,7 +14,6 @@ from placer import errors
 from placer.cli.files import load_profile
 from placer.cli.option_fields import Words, expanded
 from placer.cli.options import Memory, Printed, Server, limited
-from placer.cli.solving import solve_anywhere
 from placer.cli.terminal import spinner
 from placer.errors import InputError
 from placer.schema.joint import JointOptions, JointRequest, ProfiledModel
@@ -41,10 +40,10 @@ def solve_together(
     """
     request = _request(models, words, memory)
     # OR-Tools takes a second to import
-    from placer.solver.together import divided
+    from placer_client.suggest_together import answer_together
 
     with spinner(f"asking {server}" if server else "solving"):
-        found = divided(request, solve_anywhere(request.placement_request(), server))
+        found = answer_together(request, server)
     printed.emit(found)
     if found.joint.infeasible is not None:
         raise errors.InfeasibleError(found.joint.infeasible.reason)

@@ -28,6 +28,7 @@ from placer.schema.estimate import (
     Estimate,
     EstimateRequest,
 )
+from placer.schema.joint import JointOptions, JointPlacement, JointRequest, ProfiledModel
 from placer.schema.judgement import Best, Comparison, Evaluation, Fault, FaultKind, Move
 from placer.schema.options import (
     BatchOptions,
@@ -93,6 +94,9 @@ __all__ = [
     "GenerationOptions",
     "Improvement",
     "Infeasibility",
+    "JointOptions",
+    "JointPlacement",
+    "JointRequest",
     "Layer",
     "Limiting",
     "Limits",
@@ -107,6 +111,7 @@ __all__ = [
     "PlacementRequest",
     "Profile",
     "ProfileOptions",
+    "ProfiledModel",
     "Progress",
     "Rate",
     "Recompute",

@@ -8,7 +8,7 @@ import logging
 import placer
 from placer.schema import Placement
 
-from ..problem import Problem, defect
+from ..problem import Problem, defect, invalid_request
 from ..settings import Settings
 from ..store.database import StoreError
 from ..store.store import Answer, Store, StoredQuestion
@@ -55,7 +55,7 @@ def solve_problem(error: Exception) -> Problem:
     """Return the problem of a solve that failed."""
     title = "The solver failed"
     if isinstance(error, Refused):
-        return Problem(422, "invalid-request", "The request cannot be used", str(error))
+        return invalid_request(str(error))
     if isinstance(error, MissingPackage):
         return Problem(501, "missing-package", "This service lacks a package", str(error))
     if isinstance(error, Killed | Crashed):
