@@ -61,11 +61,14 @@ from placer.schema.service import (
     Batch,
     BatchAnswer,
     BatchAnswers,
+    DeviceTime,
     PlacementPage,
     Progress,
     Summary,
+    Timeline,
+    TimelineCopy,
+    TimelinePass,
 )
-from placer.schema.timeline import DeviceTime, Timeline, TimelineCopy, TimelinePass
 
 __all__ = [
     "SCHEMA_VERSION",
