@@ -44,8 +44,10 @@ PATHS = st.sampled_from(
     ]
 )
 NAMES = st.sampled_from(
-    ["q", "limit", "cursor", "status", "objective", "wait", "on_disconnect", "id", "best", "format"]
-    + ["node", "x"]
+    [
+        *("q", "limit", "cursor", "status", "objective", "wait", "on_disconnect", "id", "best"),
+        *("format", "node", "x"),
+    ]
 )
 VALUES = st.sampled_from(
     [
