@@ -16,6 +16,8 @@ from placer.schema import (
     Estimate,
     EstimateRequest,
     Evaluation,
+    JointPlacement,
+    JointRequest,
     Node,
     Objective,
     Placement,
@@ -77,6 +79,12 @@ class AsyncClient(BaseClient):
     async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """See ``Client.place``; cancelling the task stops the solve, as Ctrl-C does there."""
         return await self._carry_out(self._endpoints.place(request, wait))
+
+    async def place_together(
+        self, request: JointRequest, wait: float | None = None
+    ) -> JointPlacement:
+        """See ``Client.place_together``."""
+        return await self._carry_out(self._endpoints.place_together(request, wait))
 
     async def place_many(
         self, requests: Sequence[PlacementRequest], wait: float | None = None

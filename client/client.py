@@ -16,6 +16,8 @@ from placer.schema import (
     Estimate,
     EstimateRequest,
     Evaluation,
+    JointPlacement,
+    JointRequest,
     Node,
     Objective,
     Placement,
@@ -95,6 +97,28 @@ class Client(BaseClient):
             ServerError: The service cannot answer.
         """
         return self._carry_out(self._endpoints.place(request, wait))
+
+    def place_together(self, request: JointRequest, wait: float | None = None) -> JointPlacement:
+        """Request placements of several models that share the devices, and wait for them.
+
+        The models are used one after another, as in a diffusion pipeline; see
+        ``placer.suggest_together``. The rest is as for ``place``.
+
+        Args:
+            request: The models by name, with the runs of each.
+            wait: Longest time to wait in seconds; unlimited if None.
+
+        Returns:
+            The placement of each model. ``joint.status`` may be ``infeasible`` or ``unknown``.
+
+        Raises:
+            InputError: The service finds a fault in the request.
+            TimeoutExceeded: The placements are not ready in time. The solve continues: ask again,
+                or call ``stop(id)``.
+            UnreachableError: The service cannot be reached.
+            ServerError: The service cannot answer.
+        """
+        return self._carry_out(self._endpoints.place_together(request, wait))
 
     def place_many(
         self, requests: Sequence[PlacementRequest], wait: float | None = None

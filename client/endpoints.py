@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -27,6 +28,8 @@ from placer.schema import (
     Estimate,
     EstimateRequest,
     Evaluation,
+    JointPlacement,
+    JointRequest,
     Node,
     NodeList,
     Objective,
@@ -96,18 +99,35 @@ class Endpoints(Sender):
         Otherwise a proxy with a timeout shorter than the solve would stop it again and again.
         """
         deadline = _Deadline(wait)
-        body = _body(request)
+        ask = partial(_polling_call, "POST", "/v1/placements", deadline, _body(request))
 
-        def request_call(accepted: bool) -> Call:
-            return _polling_call("POST", "/v1/placements", deadline, body, accepted=accepted)
+        def follow(progress: Progress) -> Call:
+            call = _polling_call("GET", _placement_path(progress.id), deadline, accepted=True)
+            return _stopping(call, ask(accepted=True))
 
-        def stopping(call: Call) -> Call:
-            return replace(
-                call, path=f"{call.path}&on_disconnect=stop", again=request_call(call.accepted)
+        reply = yield from self.send(_stopping(ask(), ask()))
+        return (yield from self._await_answer(Placement, reply, deadline, follow))
+
+    def place_together(self, request: JointRequest, wait: float | None) -> Exchange[JointPlacement]:
+        """Request placements of several models until they are there; ``place`` explains the rest.
+
+        The answer needs the models, so the request itself is repeated.
+        """
+        if not isinstance(request, JointRequest):
+            raise InputError(
+                f"the request is {kind_of(request)}; give a placer.schema.JointRequest(models=...)"
             )
+        deadline = _Deadline(wait)
+        content = request.model_dump(mode="json", exclude_defaults=True)
+        content["schema_version"] = request.schema_version
+        body = json.dumps(content).encode()
+        ask = partial(_polling_call, "POST", "/v1/placements:together", deadline, body)
 
-        reply = yield from self.send(stopping(request_call(accepted=False)))
-        return (yield from self._await_placement(reply, deadline, stopping))
+        def follow(_: Progress) -> Call:
+            return _stopping(ask(accepted=True), ask(accepted=True))
+
+        reply = yield from self.send(_stopping(ask(), ask()))
+        return (yield from self._await_answer(JointPlacement, reply, deadline, follow))
 
     def submit(self, request: PlacementRequest) -> Exchange[Placement | Progress]:
         """Request a placement, and return at once."""
@@ -196,18 +216,13 @@ class Endpoints(Sender):
         self, key: str, deadline: _Deadline
     ) -> Exchange[Placement | PlacerError]:
         try:
-            reply = yield from self.send(
-                _polling_call("GET", _placement_path(key), deadline, accepted=True)
-            )
-            return (yield from self._await_placement(reply, deadline))
+            return (yield from self._poll_placement(key, deadline, accepted=True))
         except PlacerError as error:
             return error
 
     def placement(self, key: str, wait: float | None) -> Exchange[Placement]:
         """Request a placement that was requested before."""
-        deadline = _Deadline(wait)
-        reply = yield from self.send(_polling_call("GET", _placement_path(key), deadline))
-        return (yield from self._await_placement(reply, deadline))
+        return (yield from self._poll_placement(key, _Deadline(wait), accepted=False))
 
     def stop(self, key: str) -> Exchange[Placement]:
         """End a solve with its best placement so far.
@@ -411,20 +426,30 @@ class Endpoints(Sender):
         )
         return self.read(kind, reply)
 
-    def _await_placement(
+    def _poll_placement(
+        self, key: str, deadline: _Deadline, *, accepted: bool
+    ) -> Exchange[Placement]:
+        """Request a placement by its id until it is there."""
+        ask = partial(_polling_call, "GET", _placement_path(key), deadline)
+        reply = yield from self.send(ask(accepted=accepted))
+        return (
+            yield from self._await_answer(Placement, reply, deadline, lambda _: ask(accepted=True))
+        )
+
+    def _await_answer(
         self,
+        kind: type[Wire],
         reply: httpx.Response,
         deadline: _Deadline,
-        changed: Callable[[Call], Call] = lambda call: call,
-    ) -> Exchange[Placement]:
-        """Request the placement of a 202 until it is there; ``changed`` adapts each call."""
+        follow: Callable[[Progress], Call],
+    ) -> Exchange[Wire]:
+        """Send the call that ``follow`` returns for a 202, until the answer is there."""
         while reply.status_code == 202:
             progress = self.read(Progress, reply)
             if deadline.left_s() <= 0:
                 raise _still_running(progress, deadline)
-            call = _polling_call("GET", _placement_path(progress.id), deadline, accepted=True)
-            reply = yield from self.send(changed(call))
-        return self.read(Placement, reply)
+            reply = yield from self.send(follow(progress))
+        return self.read(kind, reply)
 
 
 class _Measuring(BaseModel):
@@ -486,6 +511,16 @@ def _polling_call(
     return Call(
         method, f"{path}?wait={wait_s:.3f}", content, wait_s, deadline.end_s, accepted=accepted
     )
+
+
+def _stopping(call: Call, again: Call) -> Call:
+    """Return the call with the option to stop the solve if this client leaves.
+
+    Args:
+        call: Call that waits for a solve.
+        again: Call to send after a broken connection; see ``Endpoints.place``.
+    """
+    return replace(call, path=f"{call.path}&on_disconnect=stop", again=again)
 
 
 def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:

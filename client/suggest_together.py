@@ -109,7 +109,7 @@ def suggest_together(
     """
     require_flags(progress=progress)
     uses = _checked(models)
-    asked = combined(SuggestOptions, options, fields, suggest_together)
+    asked = combined(SuggestOptions, options, fields, suggest_together, _SOLVING | _MEASURING)
     _refuse_other_options(asked)
     server = server or os.environ.get("PLACER_URL")
     if server:
@@ -129,7 +129,7 @@ def suggest_together(
     solving = {name: getattr(asked, name) for name in asked.model_fields_set & _SOLVING}
     request = JointRequest(models=profiled, **solving)
     with waiting("solving", progress):
-        placements = _answer(request, server)
+        placements = answer_together(request, server)
     or_error(placements.joint, request.time_limit_s)
     return placements
 
@@ -182,11 +182,11 @@ def _profile(
     return profile.untied() if asked.split_tied else profile
 
 
-def _answer(request: JointRequest, server: str | None) -> JointPlacement:
+def answer_together(request: JointRequest, server: str | None) -> JointPlacement:
     """Solve on the server, or in this process if ``server`` is None."""
-    from placer.solver.together import divided, solve_together
+    if server:
+        with Client(server) as client:
+            return client.place_together(request)
+    from placer.solver.together import solve_together
 
-    if server is None:
-        return solve_together(request)
-    with Client(server) as client:
-        return divided(request, client.place(request.placement_request()))
+    return solve_together(request)

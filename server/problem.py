@@ -99,9 +99,8 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
     """Return the problem of a body that is not a ``model``: 400 if it is not JSON, else 422."""
     count = error.error_count()
     if count > MANY_FAULTS:
-        return _invalid(
-            f"the body has {count} faults; correct its structure first: see /openapi.json",
-            [],
+        return invalid_request(
+            f"the body has {count} faults; correct its structure first: see /openapi.json"
         )
     only = error.errors(include_url=False, include_context=False)[0] if count == 1 else None
     if only is not None and only["type"] == "json_invalid":
@@ -117,12 +116,12 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
             'the body is a profile, but a request has the profile as a field: {"profile": ...},'
             " and optional further fields"
         )
-        return _invalid(detail, [{"pointer": "#/profile", "detail": "is missing"}])
+        return invalid_request(detail, [{"pointer": "#/profile", "detail": "is missing"}])
     found, more = field_faults(error, model, MAX_FAULTS)
     faults = [{"pointer": clip(_pointer(fault)), "detail": fault.text} for fault in found]
     path = clip(".".join(clip(str(part), 80) for part in found[0].place))
     detail = f"{path}: {found[0].text}" if path else found[0].text
-    return _invalid(f"{detail} (and {more} more)" if more else detail, faults)
+    return invalid_request(f"{detail} (and {more} more)" if more else detail, faults)
 
 
 def _is_a_profile(error: ValidationError) -> bool:
@@ -134,7 +133,8 @@ def _is_a_profile(error: ValidationError) -> bool:
     return {("missing", ("profile",)), ("extra_forbidden", ("layers",))} <= found
 
 
-def _invalid(detail: str, faults: list[dict[str, str]]) -> Problem:
+def invalid_request(detail: str, faults: Sequence[Mapping[str, str]] = ()) -> Problem:
+    """Return the problem of a request that is JSON, but cannot be used."""
     return Problem(422, "invalid-request", "The request cannot be used", detail, faults)
 
 

@@ -2,7 +2,7 @@
 
 command.py          all commands, and errors as exit codes with the line of the user's code
 profiling.py        profile, of several files and hosts too
-solving.py          solve, suggest
+solving.py          solve, solve-together, suggest
 estimating.py       estimate
 running.py          run
 measuring.py        measure, refine

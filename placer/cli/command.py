@@ -19,7 +19,6 @@ import placer
 from placer import errors
 from placer.cli import (
     estimating,
-    joint_solving,
     machine,
     measuring,
     other_engines,
@@ -67,7 +66,7 @@ app = typer.Typer(
 for command in (
     profiling.profile,
     solving.solve,
-    joint_solving.solve_together,
+    solving.solve_together,
     solving.suggest,
     running.run,
     estimating.estimate,

@@ -1,7 +1,13 @@
-"""``placer solve`` and ``placer suggest``: find a placement, here or on a server."""
+"""``placer solve``, ``solve-together`` and ``suggest``: find placements, here or on a server.
+
+placer solve profile.json
+placer solve-together text_encoder=text.json unet=unet.json:50 decoder=decoder.json
+placer suggest package.module:callable --input 1x3x224x224
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, NoReturn
 
@@ -13,7 +19,15 @@ from placer.cli.option_fields import Words, expanded
 from placer.cli.options import Measured, Memory, Model, Printed, Server, limited, limits
 from placer.cli.terminal import profiling_log, spinner, users_code
 from placer.errors import InputError
-from placer.schema import Placement, PlacementRequest, ProfileOptions, SuggestOptions
+from placer.schema import (
+    JointOptions,
+    JointRequest,
+    Placement,
+    PlacementRequest,
+    ProfiledModel,
+    ProfileOptions,
+    SuggestOptions,
+)
 
 MEASURING = frozenset({*ProfileOptions.model_fields, "batch_sizes", "profile_on_server"})
 """The options of ``suggest`` that say how to measure."""
@@ -122,6 +136,35 @@ def suggest(
     answer(request, server, printed)
 
 
+@expanded(JointOptions, leave_out=frozenset({"contiguous", "recompute"}))
+def solve_together(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME=FILE[:RUNS]",
+            help="a name and the profile of each model, and how often it runs in one request",
+        ),
+    ],
+    *,
+    words: Words[JointOptions],
+    memory: Memory = [],  # noqa: B006
+    server: Server = None,
+    printed: Printed,
+) -> None:
+    """Find the best placements of models that are used one after another.
+
+    All weights stay on their devices; only one model at a time has activations.
+    """
+    request = _joint_request(models, words, memory)
+    # OR-Tools takes a second to import
+    from placer_client.suggest_together import answer_together
+
+    with spinner(f"asking {server}" if server else "solving"):
+        found = answer_together(request, server)
+    printed.emit(found)
+    _require_found(found.joint, request.time_limit_s)
+
+
 def _refuse_rest(context: typer.Context, file: str, others: set[str]) -> None:
     """Refuse options that a whole request would make useless; ``others`` stay useful."""
     with_it = {"server", "output", "json", *others}
@@ -143,13 +186,23 @@ def answer(request: PlacementRequest, server: str | None, printed: Printed) -> N
     with spinner(f"asking {server}" if server else "solving"):
         placement = solve_anywhere(request, server)
     printed.emit(placement)
+    _require_found(placement, request.time_limit_s)
+    raise typer.Exit(0)
+
+
+def _require_found(placement: Placement, time_limit_s: float) -> None:
+    """Raise the error that gives the exit code of a placement without layers.
+
+    Raises:
+        InfeasibleError: no placement meets the requirements.
+        SolveLimitError: none was found in time.
+    """
     if placement.infeasible is not None:
         raise errors.InfeasibleError(placement.infeasible.reason)
     if not placement.layer_devices:
         raise errors.SolveLimitError(
-            f"no placement was found within {request.time_limit_s} s; allow more --time-limit"
+            f"no placement was found within {time_limit_s} s; allow more --time-limit"
         )
-    raise typer.Exit(0)
 
 
 def solve_anywhere(request: PlacementRequest, server: str | None) -> Placement:
@@ -162,3 +215,44 @@ def solve_anywhere(request: PlacementRequest, server: str | None) -> Placement:
 
     with Client(server) as client:
         return client.place(request)
+
+
+def _joint_request(
+    texts: Iterable[str], words: Words[JointOptions], memory: list[str]
+) -> JointRequest:
+    """Return the request for profiles in files.
+
+    Raises:
+        InputError: a text has another form, a name comes twice, or the profiles do not belong
+            together.
+    """
+    models: dict[str, ProfiledModel] = {}
+    for text in texts:
+        name, file, runs = _parts(text)
+        if name in models:
+            raise InputError(f"{name!r} is given twice; give each model a name of its own")
+        models[name] = ProfiledModel(profile=load_profile(file), runs=runs)
+    cluster = limited(JointRequest(models=models).cluster, memory)
+    there = {
+        name: model.model_copy(
+            update={"profile": model.profile.model_copy(update={"cluster": cluster})}
+        )
+        for name, model in models.items()
+    }
+    options = words.read([device.name for device in cluster.devices])
+    given = {name: getattr(options, name) for name in options.model_fields_set}
+    return JointRequest(models=there, **given)
+
+
+def _parts(text: str) -> tuple[str, str, int]:
+    """Return the name, the file and the runs of ``NAME=FILE[:RUNS]``."""
+    name, equals, rest = text.partition("=")
+    file, colon, runs = rest.rpartition(":")
+    if not (colon and runs.isdecimal()):
+        file, runs = rest, "1"
+    if not (name and equals and file):
+        raise InputError(
+            f"{text!r} is not NAME=FILE[:RUNS]; write unet=unet.json:50 for a model that runs 50"
+            " times in a request"
+        )
+    return name, file, int(runs)

@@ -28,6 +28,7 @@ from placer.schema.estimate import (
     Estimate,
     EstimateRequest,
 )
+from placer.schema.joint import JointOptions, JointPlacement, JointRequest, ProfiledModel
 from placer.schema.judgement import Best, Comparison, Evaluation, Fault, FaultKind, Move
 from placer.schema.options import (
     BatchOptions,
@@ -60,11 +61,14 @@ from placer.schema.service import (
     Batch,
     BatchAnswer,
     BatchAnswers,
+    DeviceTime,
     PlacementPage,
     Progress,
     Summary,
+    Timeline,
+    TimelineCopy,
+    TimelinePass,
 )
-from placer.schema.timeline import DeviceTime, Timeline, TimelineCopy, TimelinePass
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -93,6 +97,9 @@ __all__ = [
     "GenerationOptions",
     "Improvement",
     "Infeasibility",
+    "JointOptions",
+    "JointPlacement",
+    "JointRequest",
     "Layer",
     "Limiting",
     "Limits",
@@ -107,6 +114,7 @@ __all__ = [
     "PlacementRequest",
     "Profile",
     "ProfileOptions",
+    "ProfiledModel",
     "Progress",
     "Rate",
     "Recompute",

@@ -236,8 +236,12 @@ class Graph(Wire):
                 )
             there.update(layer.writes)
         refuse_unknown("outputs", self.outputs, there, "value")
+        layers = {layer.name for layer in self.layers}
+        for value in self.values:
+            if value.source is not None:
+                refuse_unknown(f"the source of value {value.name!r}", (value.source,), layers)
         for group in self.colocated:
-            refuse_unknown("colocated", group, {layer.name for layer in self.layers}, "layer")
+            refuse_unknown("colocated", group, layers, "layer")
         return self
 
 

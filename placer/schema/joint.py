@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from placer.schema.base import SCHEMA_VERSION, Name, Wire
+from placer.schema.base import LONGEST_MS, SCHEMA_VERSION, Name, Wire
 from placer.schema.cluster import Cluster
 from placer.schema.options import Constraints, SolveOptions
 from placer.schema.placement import DeviceLoad, Placement
@@ -92,12 +92,13 @@ class JointRequest(JointOptions):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for name in self.models:
+        for name, model in self.models.items():
             if SEPARATOR in name:
                 raise ValueError(
                     f"models: the name {name!r} has a {SEPARATOR!r}, which separates a model's "
                     "name from its layers' names; choose a name without it"
                 )
+            _refuse_long(name, model)
         if self.constraints.contiguous:
             raise ValueError(
                 "constraints.contiguous is True, but a device takes turns with others whenever the "
@@ -228,6 +229,17 @@ def _layer(name: str, layer: Layer, runs: int) -> Layer:
         buffer_bytes=layer.buffer_bytes,
         forward_workspace_bytes=layer.forward_workspace_bytes,
     )
+
+
+def _refuse_long(name: str, model: ProfiledModel) -> None:
+    """Raise a ValueError for the first layer whose runs take longer than any layer may."""
+    for layer in model.profile.layers:
+        longest_ms = max(layer.forward_ms.values(), default=0.0)
+        if model.runs * longest_ms > LONGEST_MS:
+            raise ValueError(
+                f"models: layer {layer.name!r} of {name!r} has a forward_ms of {longest_ms:g} and "
+                f"runs {model.runs} times in a request; a layer may take {LONGEST_MS:g} ms in total"
+            )
 
 
 def _waits(models: Mapping[str, ProfiledModel]) -> Iterator[Edge]:

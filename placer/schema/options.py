@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -498,7 +498,11 @@ class RefineOptions(Wire):
 
 
 def combined(
-    kind: type[O], options: Any, fields: Mapping[str, Any], function: Callable[..., Any]
+    kind: type[O],
+    options: Any,
+    fields: Mapping[str, Any],
+    function: Callable[..., Any],
+    used: Iterable[str] | None = None,
 ) -> O:
     """Return the options of a call: an options object and single fields of it.
 
@@ -507,6 +511,7 @@ def combined(
         options: an object of ``kind`` or of one of its base classes, or None.
         fields: the single fields, by name.
         function: the function that is called; a misspelt field may mean one of its parameters.
+        used: the fields of ``kind`` that have an effect there; by default all.
 
     Raises:
         InputError: ``options`` has another type; a field is unknown, has a wrong value, or is given
@@ -514,7 +519,9 @@ def combined(
     """
     for name in fields:
         if name not in kind.model_fields:
-            known = [*inspect.signature(function).parameters, *kind.model_fields]
+            parameters = inspect.signature(function).parameters.values()
+            known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+            known += kind.model_fields if used is None else sorted(used)
             raise InputError(f"{function.__name__} has no argument {name!r}{nearest(name, known)}")
     if options is None:
         return kind(**fields)

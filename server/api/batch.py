@@ -14,7 +14,7 @@ from ..jobs.job import SolveJob
 from ..problem import Problem
 from ..store.database import StoreError
 from ..web.replies import json_reply
-from .placements import complete_answer, job_progress, not_persisted
+from .placements import answer_or_job, job_progress, not_persisted
 from .service import Service, Serving, Wait, client_name
 
 router = APIRouter()
@@ -49,10 +49,7 @@ async def _submit(
     """Return the question's job, its stored answer with its id, or its problem."""
     try:
         question = await service.validator.check(body)
-        if (answer := await complete_answer(service, question)) is not None:
-            service.metrics.cache_hits.inc()
-            return question.id, answer
-        job = service.solves.submit(question, body, client)
+        found = await answer_or_job(service, question, body, client)
     except Problem as problem:
         return problem
     except StoreError:
@@ -60,8 +57,10 @@ async def _submit(
         return Problem(
             503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}
         )
-    job.wanted = True
-    return job
+    if isinstance(found, bytes):
+        return question.id, found
+    found.wanted = True
+    return found
 
 
 async def _answer_json(submitted: SolveJob | Problem | tuple[str, bytes]) -> bytes:
@@ -74,8 +73,8 @@ async def _answer_json(submitted: SolveJob | Problem | tuple[str, bytes]) -> byt
     written = await job.is_written()
     if job.problem is not None:
         return _failure(job.problem, key)
-    if job.answer is not None and job.finished.is_set():
-        return _success(key, job.answer)
+    if job.final_answer is not None:
+        return _success(key, job.final_answer)
     if not written:
         return _failure(not_persisted(job), key)
     return _entry(status=202, id=key, progress=job_progress(job).model_dump(), retry_after_s=1)

@@ -20,7 +20,7 @@ from placer.errors import InputError
 from placer.schema import Cluster, Device, Node, NodeList
 
 from ..node.network import join
-from ..problem import Problem, clip
+from ..problem import Problem, clip, invalid_request
 from ..settings import NODE_NAME
 from ..web.replies import json_reply
 from .service import Serving
@@ -166,7 +166,7 @@ async def measure_again(request: Request, service: Serving) -> Response:
 
 def _check_devices(cluster: Cluster) -> None:
     for fault in _faults(cluster):
-        raise Problem(422, "invalid-request", "The request cannot be used", fault)
+        raise invalid_request(fault)
 
 
 def _faults(cluster: Cluster) -> Iterator[str]:

@@ -8,9 +8,11 @@ import time
 from fastapi import APIRouter, Request, Response
 
 import placer
-from placer.schema import Placement, Progress
+from placer.schema import JointPlacement, Placement, Progress
 
 from ..jobs.job import Question, SolveJob
+from ..judge.evaluation import EvaluationInput, StoredPlacement
+from ..judge.together import together_task
 from ..problem import MEDIA_TYPE as PROBLEM
 from ..problem import Problem
 from ..web.replies import JSON, json_reply
@@ -31,24 +33,54 @@ async def post_placement(
     """
     async with service.body_reader.body(request) as body:
         question = await service.validator.check(body)
-    if (answer := await complete_answer(service, question)) is not None:
-        service.metrics.cache_hits.inc()
-        return json_reply(request, answer)
-    job = service.solves.submit(question, body, client_name(request))
+    found = await answer_or_job(service, question, body, client_name(request))
     # The job keeps the body only as long as it needs it.
     del body
-    job.wanted = job.wanted or on_disconnect == "keep"
-    written = await job.is_written()
-    await _wait(
-        request,
-        service,
-        job,
-        service.settings.default_wait_s if wait is None else wait,
-        on_disconnect,
-    )
-    if not written and job.answer is None and job.problem is None:
-        raise not_persisted(job)
-    return job_response(request, job)
+    if isinstance(found, bytes):
+        return json_reply(request, found)
+    await _wait_for_new(request, service, found, wait, on_disconnect)
+    return job_response(request, found)
+
+
+@router.post(
+    "/v1/placements:together", response_model=JointPlacement, responses={202: {"model": Progress}}
+)
+async def post_together(
+    request: Request, service: Serving, wait: Wait = None, on_disconnect: OnDisconnect = "keep"
+) -> Response:
+    """Request placements of several models that are used one after another.
+
+    All models share the memory of the devices. The service solves for one joint placement, in which
+    layer `conv_in` of model `unet` is `unet/conv_in`, and answers with the placement of each model.
+    The id is the joint placement's: `GET /v1/placements/{id}`, its events and `DELETE` apply to it
+    as to any other. After a 202, send the same request again for the answer.
+    """
+    # The answer is divided by the models in the body, so the body is held meanwhile.
+    async with service.body_reader.body(request) as body:
+        question, joint = await service.validator.check_joint(body)
+        found = await answer_or_job(service, question, joint, client_name(request))
+        if isinstance(found, SolveJob):
+            await _wait_for_new(request, service, found, wait, on_disconnect)
+            if found.final_answer is None:
+                return job_response(request, found)
+            found = found.final_answer
+        task_input = EvaluationInput(body, (StoredPlacement(question.id, found, joint),))
+        content = await service.evaluations.run(together_task, task_input, client_name(request))
+    return json_reply(request, content)
+
+
+async def answer_or_job(
+    service: Service, question: Question, payload: bytes, client: str
+) -> bytes | SolveJob:
+    """Return the stored answer to a question, or the job that will answer it.
+
+    Raises:
+        Problem: The question exceeds a limit, the queue is full, or the service is stopping.
+    """
+    if (answer := await complete_answer(service, question)) is not None:
+        service.metrics.cache_hits.inc()
+        return answer
+    return service.solves.submit(question, payload, client)
 
 
 @router.get("/v1/placements/{id}", response_model=Placement, responses={202: {"model": Progress}})
@@ -79,6 +111,22 @@ async def stop_placement(request: Request, id: str, service: Serving) -> Respons
         await service.solves.stop(job)
         return job_response(request, job)
     return await stored_response(request, service, key)
+
+
+async def _wait_for_new(
+    request: Request, service: Service, job: SolveJob, wait: float | None, on_disconnect: str
+) -> None:
+    """Wait for a job that this request submitted.
+
+    Raises:
+        Problem: The job has no answer yet, and its request could not be kept.
+    """
+    job.wanted = job.wanted or on_disconnect == "keep"
+    written = await job.is_written()
+    seconds = service.settings.default_wait_s if wait is None else wait
+    await _wait(request, service, job, seconds, on_disconnect)
+    if not written and job.answer is None and job.problem is None:
+        raise not_persisted(job)
 
 
 async def _wait(
@@ -162,8 +210,8 @@ def job_response(request: Request, job: SolveJob) -> Response:
     """Return a job's answer, its problem, or its progress with status 202."""
     if job.problem is not None:
         return job.problem.response()
-    if job.answer is not None and job.finished.is_set():
-        return json_reply(request, job.answer)
+    if job.final_answer is not None:
+        return json_reply(request, job.final_answer)
     headers = {"Location": f"/v1/placements/{job.id}", "Retry-After": "1"}
     return Response(job_progress(job).model_dump_json(), 202, headers=headers, media_type=JSON)
 

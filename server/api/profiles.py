@@ -82,8 +82,8 @@ async def get_profile(request: Request, id: str, service: Serving, wait: Wait = 
 def _reply(request: Request, job: Job) -> Response:
     if job.problem is not None:
         return job.problem.response()
-    if job.answer is not None and job.finished.is_set():
-        return _measured(request, job.id, job.answer)
+    if job.final_answer is not None:
+        return _measured(request, job.id, job.final_answer)
     status = MeasuringStatus(
         id=job.id,
         status="running" if job.state == "running" else "queued",

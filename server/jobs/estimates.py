@@ -11,7 +11,8 @@ from ..problem import Problem
 from ..quota import Quota
 from ..settings import MAX_WAIT_S, Settings
 from ..workers.estimating import estimate_graph
-from ..workers.worker import Crashed, Killed, MemoryExceeded, MissingPackage, Refused, Worker
+from ..workers.worker import Crashed, Killed, MissingPackage, Refused, Worker
+from .outcomes import graph_problem
 
 MAX_WAITING = 8
 
@@ -42,23 +43,10 @@ class Estimates:
                 try:
                     result = await asyncio.to_thread(worker.run)
                 except (Crashed, Killed, MissingPackage, Refused) as error:
-                    raise self._problem(error) from error
+                    limit_s = f"{MAX_WAIT_S:g} s"
+                    raise graph_problem(
+                        error, "estimate", limit_s, self._settings.profile_memory_bytes
+                    ) from error
         if isinstance(result, Problem):
             raise result
         return result
-
-    def _problem(self, error: Exception) -> Problem:
-        """Return the problem of an estimate that failed."""
-        if isinstance(error, MissingPackage):
-            return Problem(501, "cannot-estimate", "This node cannot estimate", str(error))
-        if isinstance(error, Refused):
-            return Problem(422, "invalid-graph", "The graph cannot be estimated", str(error))
-        if isinstance(error, Killed):
-            detail = f"the estimate took more than {MAX_WAIT_S:g} s; send a smaller graph"
-            return Problem(422, "too-slow", "The graph takes too long", detail)
-        if isinstance(error, MemoryExceeded):
-            limit = f"{self._settings.profile_memory_bytes} bytes (PLACER_PROFILE_MEMORY_BYTES)"
-            detail = f"the estimate took more than {limit}; send a smaller graph"
-            return Problem(422, "too-large", "The graph takes too much memory", detail)
-        detail = f"the graph could not be estimated: {error}. Other requests are unaffected"
-        return Problem(500, "not-estimated", "The estimate failed", detail)

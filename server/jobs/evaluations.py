@@ -11,7 +11,7 @@ import asyncio
 import pickle
 
 from ..judge.evaluation import EvaluationInput, SolveLimits
-from ..problem import Problem
+from ..problem import Problem, invalid_request
 from ..quota import Quota
 from ..settings import Settings
 from ..workers.worker import Crashed, Killed, Refused, Task, Worker
@@ -67,8 +67,7 @@ class Evaluations:
                 try:
                     result = await asyncio.to_thread(worker.run)
                 except Refused as error:
-                    title = "The request cannot be used"
-                    raise Problem(422, "invalid-request", title, str(error)) from error
+                    raise invalid_request(str(error)) from error
                 except (Crashed, Killed) as error:
                     detail = (
                         f"the map could not be evaluated: {error}. Other requests are unaffected"

@@ -72,6 +72,11 @@ class Job:
     _watchers: set[asyncio.Event] = field(default_factory=set)
 
     @property
+    def final_answer(self) -> bytes | None:
+        """The answer, once nobody needs to wait any more."""
+        return self.answer if self.finished.is_set() else None
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the job was accepted, to the millisecond."""
         return round(time.monotonic() - self.created_s, 3)

@@ -11,9 +11,9 @@ from ..settings import Settings
 from ..store.database import StoreError
 from ..store.store import Store
 from ..workers import measuring
-from ..workers.worker import Crashed, Killed, MemoryExceeded, MissingPackage, Refused, Worker
+from ..workers.worker import Crashed, Killed, MissingPackage, Refused, Worker
 from .job import Job
-from .outcomes import stopping
+from .outcomes import graph_problem, stopping
 from .runner import Runner
 
 log = logging.getLogger("placer_server")
@@ -128,23 +128,8 @@ class Measurements(Runner[Job]):
         settings = self._settings
         if isinstance(error, Problem):
             return error
-        if isinstance(error, MissingPackage):
-            return Problem(501, "cannot-measure", "This node cannot measure", str(error))
-        if isinstance(error, Refused):
-            return Problem(422, "invalid-graph", "The graph cannot be measured", str(error))
-        if isinstance(error, Killed):
-            limit = f"{settings.profile_timeout_s:g} s (PLACER_PROFILE_TIMEOUT_S)"
-            detail = f"the graph took more than {limit}; send a smaller graph"
-            return Problem(422, "too-slow", "The graph takes too long", detail)
-        if isinstance(error, MemoryExceeded):
-            limit = f"{settings.profile_memory_bytes} bytes (PLACER_PROFILE_MEMORY_BYTES)"
-            detail = f"the graph took more than {limit}; send a smaller graph"
-            return Problem(422, "too-large", "The graph takes too much memory", detail)
-        detail = (
-            f"the graph could not be measured: {error}. Other requests are unaffected;"
-            " ask again to try again"
-        )
-        return Problem(500, "not-measured", "Measuring failed", detail)
+        limit_s = f"{settings.profile_timeout_s:g} s (PLACER_PROFILE_TIMEOUT_S)"
+        return graph_problem(error, "measure", limit_s, settings.profile_memory_bytes)
 
     def _attributes(self, job: Job) -> dict[str, str]:
         return {"placer.id": job.id}

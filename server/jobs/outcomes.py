@@ -8,11 +8,11 @@ import logging
 import placer
 from placer.schema import Placement
 
-from ..problem import Problem, defect
+from ..problem import Problem, defect, invalid_request
 from ..settings import Settings
 from ..store.database import StoreError
 from ..store.store import Answer, Store, StoredQuestion
-from ..workers.worker import Crashed, Killed, MissingPackage, Refused
+from ..workers.worker import Crashed, Killed, MemoryExceeded, MissingPackage, Refused
 from .job import Question, SolveJob
 
 log = logging.getLogger("placer_server")
@@ -55,7 +55,7 @@ def solve_problem(error: Exception) -> Problem:
     """Return the problem of a solve that failed."""
     title = "The solver failed"
     if isinstance(error, Refused):
-        return Problem(422, "invalid-request", "The request cannot be used", str(error))
+        return invalid_request(str(error))
     if isinstance(error, MissingPackage):
         return Problem(501, "missing-package", "This service lacks a package", str(error))
     if isinstance(error, Killed | Crashed):
@@ -70,6 +70,36 @@ def solve_problem(error: Exception) -> Problem:
     if isinstance(error, OSError):
         return Problem(500, "solver-failed", title, f"the worker could not be started: {error}")
     return defect()
+
+
+def graph_problem(error: Exception, verb: str, limit_s: str, memory_bytes: int) -> Problem:
+    """Return the problem of a graph that could not be measured or estimated.
+
+    Args:
+        error: How the worker ended.
+        verb: ``measure`` or ``estimate``.
+        limit_s: Time limit of the worker with its unit, and with its setting if it has one.
+        memory_bytes: Memory limit of the worker.
+    """
+    done = f"{verb}d"
+    if isinstance(error, MissingPackage):
+        return Problem(501, f"cannot-{verb}", f"This node cannot {verb}", str(error))
+    if isinstance(error, Refused):
+        return Problem(422, "invalid-graph", f"The graph cannot be {done}", str(error))
+    if isinstance(error, Killed):
+        detail = f"the graph took more than {limit_s}; send a smaller graph"
+        return Problem(422, "too-slow", "The graph takes too long", detail)
+    if isinstance(error, MemoryExceeded):
+        limit = (
+            f"{memory_bytes} bytes (PLACER_PROFILE_MEMORY_BYTES)" if memory_bytes else "there is"
+        )
+        detail = f"the graph needs more memory than {limit}; send a smaller graph"
+        return Problem(422, "too-large", "The graph takes too much memory", detail)
+    detail = (
+        f"the graph could not be {done}: {error}. Other requests are unaffected; ask again to try"
+        " again"
+    )
+    return Problem(500, f"not-{done}", f"The graph could not be {done}", detail)
 
 
 def stopping() -> Problem:

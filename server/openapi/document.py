@@ -6,21 +6,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
-from placer.schema import Batch, EstimateRequest, PlacementRequest
+from placer.schema import Batch, Cluster, EstimateRequest, JointRequest, PlacementRequest
 from placer.schema.graph import ProfileRequest
 
 from ..judge.evaluation import CompareBody, EvaluateBody
 from ..problem import MEDIA_TYPE
-from .examples import (
-    batches,
-    clusters,
-    comparisons,
-    estimates,
-    evaluations,
-    graphs,
-    requests,
-)
+from . import examples
 
 REF = "#/components/schemas/{model}"
 
@@ -71,43 +64,28 @@ PROBLEMS = {
     ),
 }
 
+# Statuses of problems: of a body, of a body that becomes a job, and of placements that are shown.
+_BODY = ("400", "408", "413", "415", "422")
+_JOB = (*_BODY, "429", "500", "501", "503")
+_SHOWN = ("404", "409", "422", "429", "500")
+_COMPARED = ("400", "404", "408", "409", "413", "415", "422", "429", "500", "503")
+
 _PATH_STATUSES = {
-    ("/v1/placements", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
+    ("/v1/placements", "post"): _JOB,
+    ("/v1/placements:together", "post"): _JOB,
     ("/v1/placements", "get"): ("422",),
     ("/v1/placements/{id}/request", "get"): ("404", "409", "422"),
     ("/v1/placements/{id}/events", "get"): ("404", "422", "429"),
-    ("/v1/placements:batch", "post"): ("400", "408", "413", "415", "422", "503"),
-    ("/v1/placements/{id}/timeline", "get"): ("404", "409", "422", "429", "500"),
-    ("/v1/placements/{id}/trace", "get"): ("404", "409", "422", "429", "500"),
-    ("/v1/placements/{id}/report", "get"): ("404", "409", "422", "429", "500"),
-    ("/v1/placements/{id}/export", "get"): ("404", "409", "422", "429", "500"),
-    ("/v1/placements:evaluate", "post"): (
-        "400",
-        "404",
-        "408",
-        "409",
-        "413",
-        "415",
-        "422",
-        "429",
-        "500",
-        "503",
-    ),
-    ("/v1/placements:compare", "post"): (
-        "400",
-        "404",
-        "408",
-        "409",
-        "413",
-        "415",
-        "422",
-        "429",
-        "500",
-        "503",
-    ),
-    ("/v1/profiles", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
+    ("/v1/placements:batch", "post"): (*_BODY, "503"),
+    ("/v1/placements/{id}/timeline", "get"): _SHOWN,
+    ("/v1/placements/{id}/trace", "get"): _SHOWN,
+    ("/v1/placements/{id}/report", "get"): _SHOWN,
+    ("/v1/placements/{id}/export", "get"): _SHOWN,
+    ("/v1/placements:evaluate", "post"): _COMPARED,
+    ("/v1/placements:compare", "post"): _COMPARED,
+    ("/v1/profiles", "post"): _JOB,
     ("/v1/profiles/{id}", "get"): ("404", "422", "500", "501"),
-    ("/v1/estimates", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
+    ("/v1/estimates", "post"): _JOB,
     ("/v1/placements/{id}", "get"): ("404", "422", "500", "501"),
     ("/v1/placements/{id}", "delete"): ("404", "422", "500", "501"),
     ("/v1/cluster", "get"): ("404", "422", "501", "503"),
@@ -117,6 +95,18 @@ _PATH_STATUSES = {
     ("/v1/nodes/{name}", "delete"): ("404", "422"),
     ("/readyz", "get"): ("503",),
 }
+
+# Method and path, model and examples of every body that the routes read themselves.
+_BODIES: tuple[tuple[str, str, type[BaseModel], dict[str, Any]], ...] = (
+    ("post", "/v1/placements", PlacementRequest, examples.requests()),
+    ("post", "/v1/placements:together", JointRequest, examples.joint_requests()),
+    ("post", "/v1/profiles", ProfileRequest, examples.graphs()),
+    ("post", "/v1/estimates", EstimateRequest, examples.estimates()),
+    ("put", "/v1/nodes/{name}", Cluster, examples.clusters()),
+    ("post", "/v1/placements:evaluate", EvaluateBody, examples.evaluations()),
+    ("post", "/v1/placements:compare", CompareBody, examples.comparisons()),
+    ("post", "/v1/placements:batch", Batch, examples.batches()),
+)
 
 
 def describe(app: FastAPI) -> None:
@@ -129,47 +119,23 @@ def _document(app: FastAPI) -> dict[str, Any]:
         document = get_openapi(
             title=app.title, version=app.version, summary=app.summary, routes=app.routes
         )
-        schema = PlacementRequest.model_json_schema(ref_template=REF)
-        graph = ProfileRequest.model_json_schema(ref_template=REF)
         schemas = document["components"]["schemas"]
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        schemas.update(schema.pop("$defs"))
-        schemas["PlacementRequest"] = schema
-        schemas.update(graph.pop("$defs"))
-        schemas["ProfileRequest"] = graph
-        estimate = EstimateRequest.model_json_schema(ref_template=REF)
-        estimate.pop("$defs")  # added with the two schemas above
-        schemas["EstimateRequest"] = estimate
+        for method, path, model, shown in _BODIES:
+            schema = model.model_json_schema(ref_template=REF)
+            schemas.update(schema.pop("$defs", {}))
+            schemas[model.__name__] = schema
+            content = {"schema": {"$ref": REF.format(model=model.__name__)}, "examples": shown}
+            document["paths"][path][method]["requestBody"] = {
+                "required": model is not CompareBody,
+                "content": {"application/json": content},
+            }
         schemas["Problem"] = PROBLEM_SCHEMA
-        paths = document["paths"]
-        _describe_body(paths["/v1/placements"]["post"], "PlacementRequest", requests())
-        _describe_body(paths["/v1/profiles"]["post"], "ProfileRequest", graphs())
-        _describe_body(paths["/v1/estimates"]["post"], "EstimateRequest", estimates())
-        _describe_body(paths["/v1/nodes/{name}"]["put"], "Cluster", clusters())
-        for model, path, examples in (
-            (EvaluateBody, "/v1/placements:evaluate", evaluations()),
-            (CompareBody, "/v1/placements:compare", comparisons()),
-            (Batch, "/v1/placements:batch", batches()),
-        ):
-            body = model.model_json_schema(ref_template=REF)
-            # The same definitions were added with PlacementRequest.
-            body.pop("$defs", None)
-            schemas[model.__name__] = body
-            _describe_body(
-                paths[path]["post"], model.__name__, examples, required=model is not CompareBody
-            )
         for (path, method), codes in _PATH_STATUSES.items():
             _describe_problems(document["paths"][path][method], codes)
         app.openapi_schema = document
     return app.openapi_schema
-
-
-def _describe_body(
-    operation: dict[str, Any], model: str, examples: dict[str, Any], *, required: bool = True
-) -> None:
-    content = {"schema": {"$ref": REF.format(model=model)}, "examples": examples}
-    operation["requestBody"] = {"required": required, "content": {"application/json": content}}
 
 
 def _describe_problems(operation: dict[str, Any], codes: tuple[str, ...]) -> None:

@@ -116,6 +116,35 @@ def requests() -> dict[str, dict[str, Any]]:
     }
 
 
+def joint_requests() -> dict[str, dict[str, Any]]:
+    """Return the examples of ``:together``."""
+    names = ["conv_in", "mid", "conv_out"]
+    encoder = {
+        "schema_version": "3",
+        "model": "Encoder",
+        "layers": [_layer("embed", 0.5, 2), _layer("block", 1.0, 6)],
+        "edges": [_edge("embed", "block")],
+        "cluster": _cluster(16),
+    }
+    unet = {
+        "schema_version": "3",
+        "model": "UNet",
+        "layers": [_layer(name, 2.0, 4) for name in names],
+        "edges": [_edge(source, target) for source, target in pairwise(names)],
+        "cluster": _cluster(16),
+    }
+    return {
+        "pipeline": {
+            "summary": "A text encoder that runs once, then a UNet that runs fifty times",
+            "value": {
+                "schema_version": "3",
+                "models": {"encoder": {"profile": encoder}, "unet": {"profile": unet, "runs": 50}},
+                "time_limit_s": 10,
+            },
+        }
+    }
+
+
 def evaluations() -> dict[str, dict[str, Any]]:
     """Return the examples of ``:evaluate``."""
     return {

@@ -2,14 +2,22 @@
 
 import { Problem, get, post, remove, solve, text, useKey } from "./api.js";
 import { amount, byId, element, percent } from "./dom.js";
-import { changed, clusterOf, knobsOf, leastMemory, mostDevices, questionOf, trains } from "./question.js";
+import { changed, clusterOf, generates, knobsOf, leastMemory, mostDevices, questionOf, trains } from "./question.js";
 import { show } from "./view.js";
 
 // Time after the last change before a new solve starts.
 const PAUSE_MS = 250;
-const KNOBS = ["devices", "memory", "chunks", "objective", "bottleneck", "schedule", "limit"];
+const KNOBS = ["devices", "memory", "chunks", "objective", "bottleneck", "prompt", "tokens", "sequences", "schedule", "limit"];
 // The request field of each control, to show the service's faults next to it.
-const FIELDS = { chunks: "chunks", objective: "objective", bottleneck: "bottleneck_ms", schedule: "schedule", limit: "time_limit_s" };
+const FIELDS = {
+  chunks: "chunks",
+  objective: "objective",
+  bottleneck: "bottleneck_ms",
+  tokens: "generation.new_tokens",
+  sequences: "generation.sequences_in_flight",
+  schedule: "schedule",
+  limit: "time_limit_s",
+};
 
 const state = {
   question: null, // the loaded request
@@ -34,6 +42,7 @@ function load(content, name) {
   byId("knobs").hidden = false;
   byId("devices").max = mostDevices(state.question);
   byId("memory").min = leastMemory(state.question);
+  byId("tokens").max = state.knobs.tokens ?? ""; // the measured pass of a token has a cache for no longer text
   for (const id of KNOBS) {
     stand(byId(id), state.knobs[id]);
     unmark(byId(id));
@@ -54,18 +63,38 @@ function stand(knob, value) {
 }
 
 /**
- * Show the choices that apply: only training has a schedule, only objective "step" chooses it, and only
- * objective "devices" has a longest time.
+ * Show the choices that apply: only training has a schedule, only objective "step" chooses it, only objective
+ * "devices" has a longest time, and only objective "generation" has texts, in place of micro-batches.
  */
 function offer() {
   const { question, knobs } = state;
-  const bottleneck = byId("bottleneck").closest(".field");
-  bottleneck.hidden = knobs.objective !== "devices";
-  if (bottleneck.hidden) unmark(byId("bottleneck"));
-  byId("schedule").closest(".field").hidden = !trains(question);
-  const auto = byId("schedule").querySelector("option[value=auto]");
-  auto.hidden = auto.disabled = knobs.objective !== "step";
-  if (auto.disabled && knobs.schedule === "auto") choose("1f1b");
+  const isText = knobs.objective === "generation";
+  showFields({
+    bottleneck: knobs.objective === "devices",
+    chunks: !isText,
+    prompt: isText,
+    tokens: isText,
+    sequences: isText,
+    schedule: trains(question),
+  });
+  offerOption("objective", "generation", generates(question));
+  offerOption("schedule", "auto", knobs.objective === "step");
+  if (knobs.objective !== "step" && knobs.schedule === "auto") choose("1f1b");
+}
+
+/** Show or hide controls, given as {id: whether to show it}; a hidden one has no fault. */
+function showFields(shown) {
+  for (const [id, isShown] of Object.entries(shown)) {
+    const field = byId(id).closest(".field");
+    if (!isShown) unmark(byId(id));
+    else if (field.hidden) check(byId(id)); // it may still have an invalid value
+    field.hidden = !isShown;
+  }
+}
+
+function offerOption(id, value, isOffered) {
+  const option = byId(id).querySelector(`option[value=${value}]`);
+  option.hidden = option.disabled = !isOffered;
 }
 
 /** Start with the longest time of a device in the shown placement, so that the answer is not slower. */
@@ -94,7 +123,7 @@ function check(knob) {
 /** Mark the controls whose values the service rejected, until the next question. */
 function markRefused(error) {
   for (const [id, field] of Object.entries(FIELDS)) {
-    const fault = (error.faults || []).find((one) => one.pointer === `#/${field}`);
+    const fault = (error.faults || []).find((one) => one.pointer === `#/${field.replaceAll(".", "/")}`);
     const detail = fault ? fault.detail : error.message.startsWith(`${field}: `) && error.message.slice(field.length + 2);
     if (!detail) continue;
     mark(byId(id), detail);

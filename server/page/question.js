@@ -25,6 +25,11 @@ export function trains(question) {
   return question.training ?? question.profile.training ?? false;
 }
 
+/** Return whether objective "generation" applies: it needs a pass of one token in addition to the prompt's. */
+export function generates(question) {
+  return Boolean(question.token_profile && question.generation) && !trains(question);
+}
+
 export function clusterOf(question) {
   return question.cluster || question.profile.cluster;
 }
@@ -32,12 +37,16 @@ export function clusterOf(question) {
 /** Return the values of the controls for a request. */
 export function knobsOf(question) {
   const cluster = clusterOf(question);
+  const text = question.generation || {};
   return {
     devices: cluster.devices.length,
     memory: cluster.devices[0].memory_bytes / GIB,
     chunks: question.chunks || 1,
     objective: question.objective || "throughput",
     bottleneck: question.bottleneck_ms ?? null,
+    prompt: text.prompt_tokens ?? null,
+    tokens: text.new_tokens ?? null,
+    sequences: text.sequences_in_flight ?? 1,
     schedule: question.schedule || "1f1b",
     limit: question.time_limit_s || 30,
     explain: Boolean(question.explain),
@@ -74,11 +83,11 @@ export function changed(question, knobs) {
     time_limit_s: knobs.limit,
     explain: knobs.explain,
   };
-  return fitting(asked, knobs.chunks !== before.chunks, knobs.bottleneck);
+  return fitting(asked, knobs, knobs.chunks !== before.chunks);
 }
 
-/** Remove the fields that the objective does not accept. */
-function fitting(asked, chunksChanged, bottleneckMs) {
+/** Set the fields that only the objective has, and remove those that it does not accept. */
+function fitting(asked, knobs, chunksChanged) {
   if (asked.objective === "step") {
     if (chunksChanged) delete asked.batch_size; // the batch is now this number of the profile's micro-batches
   } else {
@@ -88,11 +97,13 @@ function fitting(asked, chunksChanged, bottleneckMs) {
     if (asked.schedule === "auto") asked.schedule = "1f1b";
   }
   if (asked.objective !== "step" && asked.objective !== "throughput") delete asked.replicas;
-  if (asked.objective !== "generation") {
+  if (asked.objective === "generation") {
+    asked.generation = { ...asked.generation, new_tokens: knobs.tokens, sequences_in_flight: knobs.sequences };
+  } else {
     delete asked.generation;
     delete asked.token_profile;
   }
-  if (asked.objective === "devices") asked.bottleneck_ms = bottleneckMs;
+  if (asked.objective === "devices") asked.bottleneck_ms = knobs.bottleneck;
   else delete asked.bottleneck_ms;
   return asked;
 }

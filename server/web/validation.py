@@ -13,12 +13,13 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from placer.schema import Batch, Cluster, PlacementRequest
+from placer.errors import InputError
+from placer.schema import Batch, Cluster, JointRequest, PlacementRequest
 from placer.schema.base import read_json
 from placer.schema.graph import ProfileRequest
 
 from ..jobs.job import Question
-from ..problem import Problem, invalid_body
+from ..problem import Problem, invalid_body, invalid_request
 from ..workers.worker import CONTEXT, end_with_parent, starting_processes
 
 # Size above which bodies are checked in another process. Parsing holds the interpreter lock for 2
@@ -60,6 +61,14 @@ class Validator:
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         return question
+
+    async def check_joint(self, body: bytes) -> tuple[Question, bytes]:
+        """Return the question in a JointRequest, and the PlacementRequest that asks it as JSON.
+
+        Raises:
+            Problem: The body is not a JointRequest; the problem names the fault.
+        """
+        return await self._run(check_joint, body)
 
     async def split(self, body: bytes) -> list[bytes]:
         """Return the requests of a batch, each as if sent alone; they are not validated yet.
@@ -136,9 +145,29 @@ def check(body: bytes) -> Question:
         request = read_json(PlacementRequest, body, strict=True)
     except ValidationError as error:
         raise invalid_body(error) from None
+    return _question(request)
+
+
+def _question(request: PlacementRequest) -> Question:
     return Question(
         request.content_hash(), request.objective, request.time_limit_s, request.workers
     )
+
+
+def check_joint(body: bytes) -> tuple[Question, bytes]:
+    """Return the question in a JointRequest, and the PlacementRequest that asks it as JSON.
+
+    Raises:
+        Problem: The body is not a JointRequest; the problem names the fault.
+    """
+    try:
+        request = read_json(JointRequest, body, strict=True).placement_request()
+    except ValidationError as error:
+        raise invalid_body(error, JointRequest) from None
+    except InputError as error:
+        # Only the joint profile shows whether constraints name existing layers.
+        raise invalid_request(str(error).removeprefix("PlacementRequest: ")) from None
+    return _question(request), request.model_dump_json().encode()
 
 
 def _check_value_count(body: bytes) -> None:
@@ -186,7 +215,7 @@ def split(body: bytes) -> list[bytes]:
             bodies.append(json.dumps({**batch.shared, **one}).encode())
         except (ValueError, RecursionError) as error:
             detail = f"a number or the nesting of the batch is too large: {error}"
-            raise Problem(422, "invalid-request", "The request cannot be used", detail) from None
+            raise invalid_request(detail) from None
         left -= len(bodies[-1])
         if left < 0:
             raise _too_many_bytes(len(batch.requests))

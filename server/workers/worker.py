@@ -62,6 +62,9 @@ Task = Callable[[bytes, Report, threading.Event], T]
 
 PRELOAD = ["placer_server.workers.solving", "placer.solver.solve"]
 
+# Text of the RuntimeError that torch raises instead of a MemoryError.
+_TORCH_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
 # Interval in seconds at which ``run`` checks the deadline.
 _TICK_S = 0.1
 
@@ -263,6 +266,15 @@ def _limit_memory(limit_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
 
 
+def _memory_exceeded(limit_bytes: int) -> str:
+    if not limit_bytes:
+        return "it needs more memory than this machine has"
+    return (
+        f"it needs more than the {limit_bytes} bytes that a worker may use"
+        " (PLACER_WORKER_MEMORY_BYTES)"
+    )
+
+
 def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
     """Run the task in the worker process."""
     # Ctrl-C in a terminal reaches every process; the service alone decides what to stop.
@@ -287,15 +299,12 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
         send("missing", str(error))
     except PlacerError as error:
         send("refused", str(error))
-    except MemoryError:
-        send(
-            "over",
-            f"it needs more than the {memory_bytes} bytes that a worker may use"
-            " (PLACER_WORKER_MEMORY_BYTES)",
-        )
     except BaseException as error:
-        traceback.print_exc()
-        send("failed", f"{type(error).__name__}: {error}"[:1000])
+        if isinstance(error, MemoryError) or _TORCH_OUT_OF_MEMORY in str(error):
+            send("over", _memory_exceeded(memory_bytes))
+        else:
+            traceback.print_exc()
+            send("failed", f"{type(error).__name__}: {error}"[:1000])
     else:
         send("done", result)
 

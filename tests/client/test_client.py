@@ -17,6 +17,7 @@ from placer.schema import (
     DeviceEstimate,
     Estimate,
     EstimateRequest,
+    JointRequest,
     MemoryUse,
     Node,
     Placement,
@@ -160,6 +161,26 @@ def test_place_polls_until_the_placement_is_there(ask, request_):
         f"GET /v1/placements/{KEY}",
         f"GET /v1/placements/{KEY}",
     ]
+
+
+def test_models_are_asked_for_again_until_their_placements_are_there(ask):
+    content = examples.joint_requests()["pipeline"]["value"]
+    request, answer = JointRequest.model_validate(content), {"runs": {}, "joint": DONE}
+    script = Script((202, RUNNING), (200, answer))
+    assert ask(script, "place_together", request).joint.id == KEY
+    assert script.lines == ["POST /v1/placements:together"] * 2
+    assert all("on_disconnect=stop" in str(call.url) for call in script.calls)
+    assert JointRequest.model_validate_json(script.calls[0].content) == request
+    assert json.loads(script.calls[0].content)["schema_version"] == "3"
+    with pytest.raises(TimeoutExceeded, match=rf"stop\('{KEY}'\)"):
+        ask(Script((202, RUNNING)), "place_together", request, 0)
+
+
+def test_a_request_for_one_model_is_not_sent_as_one_for_several(ask, request_):
+    script = Script((200, DONE))
+    with pytest.raises(InputError, match=r"PlacementRequest; give a placer\.schema\.JointRequest"):
+        ask(script, "place_together", request_)
+    assert not script.calls
 
 
 def test_place_gives_up_after_wait_and_says_how_to_get_the_answer_later(ask, request_):

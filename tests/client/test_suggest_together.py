@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from diffusion import STEPS, Pipeline
@@ -13,9 +12,10 @@ from torch import nn
 
 from placer import ModelUse, suggest_together
 from placer.errors import InfeasibleError, InputError
-from placer.schema import Constraints, Layer, PlacementRequest, Profile, SolveOptions
-from placer.solver.solve import solve
+from placer.schema import Constraints, Layer, Profile, SolveOptions
 from placer_client.client import Client
+from placer_server.app import background
+from placer_server.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -74,22 +74,19 @@ def test_latency_of_inference_may_be_named() -> None:
     assert suggest_together(uses, objective="latency", training=False).request_ms == 2.0
 
 
-def test_a_server_solves_the_same_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    import placer_client.suggest_together as module
-
-    asked = []
-
-    def reply(request: httpx.Request) -> httpx.Response:
-        asked.append(PlacementRequest.model_validate_json(request.content))
-        return httpx.Response(200, text=solve(asked[-1]).model_dump_json())
-
-    monkeypatch.setattr(
-        module, "Client", lambda server: Client(server, transport=httpx.MockTransport(reply))
-    )
-    uses = {"encoder": ModelUse(_profile(memory=110)), "unet": ModelUse(_profile(memory=110))}
-    there, here = suggest_together(uses, server="http://one"), suggest_together(uses)
-    assert there.request_ms == here.request_ms and len(asked) == 1
-    assert asked[0].objective == "latency"
+def test_a_server_solves_the_same_request() -> None:
+    uses = {
+        "encoder": ModelUse(_profile(memory=110)),
+        "unet": ModelUse(_profile(memory=110), runs=3),
+    }
+    with background(Settings(database=":memory:", port=0)) as url:
+        there, here = suggest_together(uses, server=url), suggest_together(uses)
+        assert there.request_ms == here.request_ms and there.runs == here.runs
+        with pytest.raises(InfeasibleError, match="80 B short"):
+            suggest_together(_uses(), server=url)
+        with Client(url) as client:
+            asked = client.request(there.joint.id)
+    assert asked.objective == "latency" and len(asked.profile.layers) == 4
 
 
 def test_too_little_memory_for_all_models_is_an_error_with_the_reason() -> None:
@@ -127,7 +124,9 @@ def test_a_number_of_runs_that_is_none_is_refused(runs: Any) -> None:
         ({"loss_fn": sum}, "loss_fn is"),
         ({"devices": 2}, "only profiles are given, so their clusters count"),
         ({"server": "localhost:80"}, "server 'localhost:80' is not the URL of a service"),
-        ({"constraint": None}, "suggest_together has no argument 'constraint'"),
+        ({"constraint": None}, "no argument 'constraint'; did you mean 'constraints'"),
+        ({"chunk": 4}, "no argument 'chunk'; there are 'models', 'devices', "),
+        ({"field": 4}, "no argument 'field'; there are 'models', 'devices', "),
     ],
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:

@@ -167,3 +167,8 @@ def greedy(
 ) -> Placement:
     """Takes 3 GiB."""
     return _all_on_first(request, method=str(len(bytearray(3 * 2**30))))
+
+
+def torch_without_memory(payload: bytes, report: Any, stop: threading.Event) -> bytes:
+    """Task of a worker that fails as torch does where the host has too little memory."""
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 68 GB")

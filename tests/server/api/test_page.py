@@ -16,6 +16,7 @@ from browser import CHROMIUM, DRIVER, browsing
 import placer_server
 from placer.report.page import html_report
 from placer.schema import Objective, Placement, PlacementRequest
+from placer.solver.solve import solve
 from placer_server.app import background
 from placer_server.openapi import examples
 from placer_server.settings import Settings
@@ -60,10 +61,10 @@ def test_every_input_of_the_page_has_a_label():
     assert set(fields) <= set(re.findall(r'<label for="([^"]+)"', text))
 
 
-def test_the_page_offers_every_objective_of_a_single_pass():
+def test_the_page_offers_every_objective():
     text = (SOURCES / "index.html").read_text()
     (select,) = re.findall(r'<select id="objective">(.*?)</select>', text, re.DOTALL)
-    assert set(re.findall(r'value="([^"]+)"', select)) == set(get_args(Objective)) - {"generation"}
+    assert set(re.findall(r'value="([^"]+)"', select)) == set(get_args(Objective))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,10 @@ def page(browser, tmp_path):
         browser.run("sessionStorage.clear()")
         browser.url = url
         yield browser
-        assert [line for line in browser.log() if "401" not in line and "422" not in line] == []
+        lines = [line for line in browser.log() if "401" not in line and "422" not in line]
+        # Otherwise the page would ask the service after its end, and the next test would see that.
+        browser.open("about:blank")
+        assert lines == []
 
 
 def ask_example(page):
@@ -452,6 +456,65 @@ def test_buttons_without_a_function_are_not_shown(page):
     page.click("#save-report")
     page.until("saved.length === 1")
     assert "no placement is possible" in page.run("return saved[0]")
+
+
+GENERATION = "document.querySelector('#objective option[value=generation]')"
+
+
+def answered(page, **changes):
+    """Wait for the value of the example's generation with changed options."""
+    content = examples.requests()["generation"]["value"]
+    request = PlacementRequest.model_validate(
+        content | {"generation": content["generation"] | changes}
+    )
+    value = solve(request).objective_value
+    page.until(f"document.querySelector('#progress').textContent.includes('{value:.4g} ms')")
+    return value
+
+
+@needs_chromium
+def test_texts_are_placed_where_the_request_has_a_pass_of_one_token(page):
+    ask_example(page)
+    assert page.run(f"return {GENERATION}.disabled && {GENERATION}.hidden")
+    drop(page, examples.requests()["generation"]["value"])
+    page.until(f"!{GENERATION}.disabled")
+    shown = page.run(
+        "return ['objective', 'prompt', 'tokens', 'sequences', 'chunks'].map(id => "
+        "[document.getElementById(id).value, document.getElementById(id).checkVisibility()])"
+    )
+    assert shown[:-1] == [["generation", True], ["512", True], ["64", True], ["4", True]]
+    assert not shown[-1][1]
+    first = answered(page)
+    page.set("#sequences", 1)
+    assert answered(page, sequences_in_flight=1) > first
+    page.set("#tokens", 32)
+    assert answered(page, sequences_in_flight=1, new_tokens=32) < first * 2
+    page.set("#objective", "latency")
+    page.until("document.querySelector('#current .facts')?.textContent.includes('One sample')")
+    assert not page.run("return document.querySelector('#tokens').checkVisibility()")
+    page.set("#objective", "generation")
+    answered(page, sequences_in_flight=1, new_tokens=32)
+    page.click("#example")
+    page.until(f"{GENERATION}.disabled && {GENERATION}.hidden")
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("field", "value"), [("tokens", 65), ("tokens", 0), ("tokens", 1.5), ("sequences", 0)]
+)
+def test_texts_that_are_none_are_marked(page, field, value):
+    drop(page, examples.requests()["generation"]["value"])
+    answered(page)
+    page.set(f"#{field}", value)
+    page.until(f"document.querySelector('#{field}[aria-invalid] ~ .fault')")
+    page.until("document.querySelector('#progress').textContent.includes('Correct the marked')")
+    # The value is not asked under another objective, and is still marked afterwards.
+    page.set("#objective", "latency")
+    page.until("document.querySelector('#current .facts')?.textContent.includes('One sample')")
+    page.set("#objective", "generation")
+    page.until(f"document.querySelector('#{field}[aria-invalid]')")
+    page.set(f"#{field}", 4)
+    answered(page, **{"tokens": {"new_tokens": 4}, "sequences": {}}[field])
 
 
 @needs_chromium

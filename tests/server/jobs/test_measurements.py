@@ -92,6 +92,16 @@ def test_a_hostile_operation_is_422_and_named(serve, graph_body, step, said):
     assert "/etc" not in reply.text and len(reply.content) <= MAX_BYTES
 
 
+def test_a_value_of_a_layer_that_does_not_exist_is_422_and_named(serve, graph_body):
+    # The profile's writer met the name first, as a KeyError and a 500.
+    content = graph_body()
+    content["graph"]["values"][1]["source"] = "lineal"
+    for path in ("/v1/profiles", "/v1/estimates"):
+        reply = serve().post(path, json={"graph": content["graph"]})
+        assert reply.status_code == 422
+        assert "source of value 'y': there is no layer 'lineal'" in reply.json()["detail"]
+
+
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_what_a_service_accepted_is_measured_by_its_next_start(start, graph_body, sig):
     first = start("quick")

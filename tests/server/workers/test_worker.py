@@ -216,3 +216,13 @@ def test_a_solver_that_takes_more_memory_than_it_may_ends_alone_and_the_reason_n
     assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:solver-failed")
     assert "PLACER_WORKER_MEMORY_BYTES" in reply.json()["detail"]
     assert client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "words"), [(2**30, "PLACER_WORKER_MEMORY_BYTES"), (0, "than this machine has")]
+)
+def test_torchs_own_error_is_a_lack_of_memory(solvers, limit_bytes, words):
+    task = solvers.torch_without_memory
+    small = Worker(task, b"", limit_s=30, grace_s=1, memory_bytes=limit_bytes)
+    with pytest.raises(MemoryExceeded, match=words):
+        small.run()
