@@ -44,13 +44,13 @@ class ShortModel(NamedTuple):
     Attributes:
         module: the copy.
         blocks: the path of the container of the blocks.
-        count: the number of blocks in the copy.
+        kept: the number of blocks in the copy.
         whole: the number of blocks in the model.
     """
 
     module: nn.Module
     blocks: str
-    count: int
+    kept: int
     whole: int
 
 
@@ -156,18 +156,18 @@ class _Trace:
         return self.is_chain and alike and inner[0][: len(last)] == last
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations such that equal operations of different blocks are equal."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = _Trace()
         self._segment = -1  # number of the block; -1 before all of them
         self._count = len(blocks)
         self._row = self.trace.before
         self._made: dict[int, tuple[int, int]] = {}
         self._kept: list[Tensor] = []  # an id is unique as long as its tensor exists
-        self._state = {
+        self._state: dict[int, tuple[str, int | None]] = {
             id(tensor): (name, None)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
@@ -305,8 +305,8 @@ class _Stretch:
         self._profile = profile
         self._prefix = f"{short.blocks}." if short.blocks else ""
         self._short = short
-        self._more = short.whole - short.count
-        self._pivot = short.count // 2  # the block that the repeated ones follow
+        self._more = short.whole - short.kept
+        self._pivot = short.kept // 2  # the block that the repeated ones follow
         self._layers = defaultdict[int | None, list[Layer]](list)
         for layer in profile.layers:
             self._layers[self._place(layer.name).block].append(layer)
@@ -348,7 +348,7 @@ class _Stretch:
     def _refuse_other_order(self) -> None:
         numbers = [self._place(layer.name).block for layer in self._profile.layers]
         inside = [number for number in numbers if number is not None]
-        if not inside or sorted({*inside}) != [*range(self._short.count)]:
+        if not inside or sorted({*inside}) != [*range(self._short.kept)]:
             raise _UnlikeError("a block has no layer of its own")
         first = numbers.index(inside[0])
         if inside != sorted(inside) or numbers[first : first + len(inside)] != inside:
@@ -361,7 +361,7 @@ class _Stretch:
             raise _UnlikeError("a block shares parameters")
         first = (*self._outside_before(), *self._layers[0])
         outside = [edge for layer in first for edge in self._edges[layer.name]]
-        for block in range(2, self._short.count - 2):
+        for block in range(2, self._short.kept - 2):
             if self._copy(block, block + 1) != self._copy(block + 1, block + 1):
                 raise _UnlikeError("blocks have other layers or edges")
             for edge in outside:
@@ -392,7 +392,7 @@ class _Stretch:
         places = [self._place(name).block for name in edge.targets]
         for place in places:
             is_near = place in (model, model + 1) or (
-                place is None and model == self._short.count - 1
+                place is None and model == self._short.kept - 1
             )
             if not is_near:
                 raise _UnlikeError("a block's value is read by a later layer than the next block")
