@@ -50,7 +50,11 @@ class _Naming(TyperGroup):
             return super().invoke(ctx)
         except typer.BadParameter as error:
             if isinstance(error.__cause__, ValidationError):
-                error.message += f", not {error.__cause__.errors()[0]['input']!r}"
+                first = error.__cause__.errors()[0]
+                if first["type"] == "value_error":  # typer's own, which names the value
+                    error.message = str(first["ctx"]["error"])
+                else:
+                    error.message += f", not {first['input']!r}"
             raise
 
 

@@ -139,6 +139,31 @@ def default_inputs(
     return inputs
 
 
+def require_tokens(model: nn.Module, inputs: Any, shape: Sequence[int] | None) -> None:
+    """Raise an InputError if a model of tokens gets a shape or inputs that are no tokens.
+
+    Args:
+        model: a model of transformers.
+        inputs: its inputs, if they are not a shape.
+        shape: of its main input; None if inputs are given, or nothing.
+    """
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    if main != "input_ids":
+        return
+    if shape is not None and len(shape) != 2:
+        given = "x".join(map(str, shape))
+        raise InputError(
+            f"the shape of {main} is {given}; give samples and tokens, as in 1x{shape[-1]}"
+        )
+    ids = inputs.get(main) if isinstance(inputs, dict) else None
+    if isinstance(ids, Tensor) and ids.is_floating_point():
+        given = "x".join(map(str, ids.shape))
+        raise InputError(
+            f"{main} is {str(ids.dtype).removeprefix('torch.')}, but tokens are whole numbers;"
+            f" write {main}={given}:int64"
+        )
+
+
 @contextmanager
 def without_cache(module: nn.Module) -> Iterator[None]:
     """Let a model of transformers return no keys and values inside the block.
@@ -199,7 +224,7 @@ def _own_dtype(config: Any) -> torch.dtype | None:
 
 def _length(model: nn.Module, tokens: int | None) -> int:
     limits = (most_tokens(model), tokens)
-    return min(DEFAULT_TOKENS, *(one for one in limits if one is not None and one > 0))
+    return min((DEFAULT_TOKENS, *(one for one in limits if one is not None and one > 0)))
 
 
 def _image_size(config: Any) -> tuple[int, int]:

@@ -7,7 +7,7 @@ safetensors header ──▶ weights alone ──▶                            
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from placer.estimator.meta_models import cast, meta_copy
 from placer.profiler import profile_inputs
 from placer.profiler.loss_measurement import given_loss
 from placer.schema import Cluster, Estimate, EstimateOptions, Profile, ProfileOptions
+from placer.schema.base import MERGED
 from placer.schema.options import combined
 from placer.utils.dtypes import as_dtype
 from placer.utils.garbage_collection import paused_collection
@@ -168,6 +169,7 @@ def _subject(model: Any, path: Path | None, example_inputs: Any, how: EstimateOp
     if hasattr(model, "model_type") and hasattr(model, "get_text_config"):
         module = checkpoints.model_of(model, dtype)
         shape = _shape(example_inputs)
+        checkpoints.require_tokens(module, example_inputs, shape)
         if example_inputs is None or shape is not None:
             made = checkpoints.default_inputs(module, how.training, shape, how.generate)
             return _Subject(module, made)
@@ -210,6 +212,7 @@ def _of_module(subject: _Subject, cluster: Cluster | None, how: EstimateOptions)
     notes = list(found.notes)
     if how.training and how.loss_fn is None:
         notes.append("a loss outside the model's forward method is left out")
+    notes += _left_out(module, profile)
     if not profile.captured:
         notes.append(f"the model was estimated through hooks: {profile.not_captured_because}")
     return found.model_copy(
@@ -245,6 +248,27 @@ def _target(how: EstimateOptions, samples: int, size: int) -> Any:
         return None
     (smaller,) = loss.resized([size])
     return smaller.structure.unflatten(smaller.target)
+
+
+def _left_out(module: nn.Module, profile: Profile) -> Iterator[str]:
+    """Yield a note about parameters that no layer of the profile has, as of an image encoder."""
+    whole = sum(one.numel() * one.element_size() for one in module.parameters())
+    missing = whole - sum(layer.param_bytes for layer in profile.layers)
+    parts = [part for layer in profile.layers for part in layer.name.split(MERGED)]
+    ran = {part.partition("@")[0] for part in parts}
+    above = {path[:end] for path in ran for end, sign in enumerate(path) if sign == "."}
+    unused: list[str] = []
+    for path, one in module.named_modules():
+        outer = {path[:end] for end, sign in enumerate(path) if sign == "."} | {path}
+        is_used = not path or path in above or outer & ran
+        if not is_used and not outer & {*unused} and next(one.parameters(), None) is not None:
+            unused.append(path)
+    if missing > 0 and unused:
+        names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
+        yield (
+            f"{bytes_text(missing)} of parameters are left out, because the model does not run"
+            f" {names} with these inputs; give inputs with which it does"
+        )
 
 
 def _cache(module: nn.Module, profile: Profile, inputs: Any, tokens: int | None) -> dict[str, int]:

@@ -17,6 +17,7 @@ from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
 from placer.capture.layers import LayerGraph, Value
 from placer.devices import CPU, unobserved
 from placer.estimator.fake_layers import FakeLoss, estimate_layers
+from placer.estimator.repeated_blocks import short_model, whole_profile
 from placer.optimizers import OptimizerLike, OptimizerState
 from placer.profiler import profile_inputs
 from placer.profiler.loss_measurement import Loss, given_loss, with_loss
@@ -40,7 +41,8 @@ def estimated_profile(
     """Estimate the memory of a model's layers without its weights and without its devices.
 
     Args:
-        model: any module, on any device; best on ``meta``. It is neither copied nor run.
+        model: any module, on any device; best on ``meta``, where one of many equal blocks stands
+            for others. Its weights are neither copied nor read.
         example_inputs: one micro-batch: one argument, a tuple of positional or a dict of keyword
             arguments; real, fake or ``meta`` tensors.
         cluster: the devices to estimate for, which need not exist here.
@@ -59,19 +61,37 @@ def estimated_profile(
     require_module(model)
     require_flags(training=training)
     how = options or schema.ProfileOptions()
-    batch_options = how.batch_options or DEFAULT_OPTIONS
     args, kwargs = profile_inputs.split(example_inputs)
     with unobserved(), torch.inference_mode(False), profile_inputs.mode(model, training):
-        tensors, structure, layout = profile_inputs.trackable(
-            args, kwargs, batch_options, Parameters.from_module(model)
-        )
-        loss = given_loss(how.loss_fn, how.target, training, layout.size, batch_options)
-        tensors = _near(model, tensors)
-        (graph,) = capture_each(
-            model, [structure.unflatten(tensors)], how.granularity, options=batch_options
-        )
-        refuse_absent_results(batch_options, graph)
-        profile = _profile(graph, tensors, cluster, training, how.optimizer, loss)
+        short = short_model(model, args, kwargs)
+        if short is not None:
+            part = _estimated(short.module, args, kwargs, cluster, how, training)
+            whole = whole_profile(part, short)
+            if whole is not None:
+                return whole
+        return _estimated(model, args, kwargs, cluster, how, training)
+
+
+def _estimated(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cluster: schema.Cluster,
+    how: schema.ProfileOptions,
+    training: bool,
+) -> schema.Profile:
+    """Return the profile of a model that is captured as it is."""
+    batch_options = how.batch_options or DEFAULT_OPTIONS
+    tensors, structure, layout = profile_inputs.trackable(
+        args, kwargs, batch_options, Parameters.from_module(model)
+    )
+    loss = given_loss(how.loss_fn, how.target, training, layout.size, batch_options)
+    tensors = _near(model, tensors)
+    (graph,) = capture_each(
+        model, [structure.unflatten(tensors)], how.granularity, options=batch_options
+    )
+    refuse_absent_results(batch_options, graph)
+    profile = _profile(graph, tensors, cluster, training, how.optimizer, loss)
     return profile.model_copy(update={"batch_options": batch_options})
 
 

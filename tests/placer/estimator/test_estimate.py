@@ -313,3 +313,50 @@ def test_images_have_the_size_of_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     found = placer.estimate(tmp_path)
     assert found.inputs == ("pixel_values=1x3x32x32:float32",)
+
+
+def test_an_encoder_decoder_without_a_largest_length_gets_the_default_length() -> None:
+    library = transformers()
+    config = library.T5Config(
+        vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, use_cache=False
+    )
+    config.architectures = ["T5ForConditionalGeneration"]
+    found = placer.estimate(config, devices="1GiB")
+    assert found.inputs == ("input_ids=1x1024:int64", "decoder_input_ids=1x1024:int64")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ((64,), "the shape of input_ids is 64; give samples and tokens, as in 1x64"),
+        (
+            {"input_ids": torch.zeros(2, 8)},
+            "input_ids is float32, but tokens are whole numbers; write input_ids=2x8:int64",
+        ),
+    ],
+)
+def test_inputs_that_are_no_tokens_are_named(checkpoint: Path, inputs: Any, words: str) -> None:
+    with pytest.raises(InputError) as raised:
+        placer.estimate(checkpoint, inputs)
+    assert str(raised.value) == words
+
+
+def test_parameters_that_the_inputs_do_not_use_are_named() -> None:
+    class TwoTowers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+            self.text = nn.Linear(4, 4)
+
+        def forward(self, text: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+            found: torch.Tensor = self.text(text)
+            return found if image is None else found + self.image(image).sum()
+
+    model, text = TwoTowers(), torch.zeros(2, 4)
+    notes = placer.estimate(model, text, devices="1GiB").notes
+    assert (
+        "4.1 KiB of parameters are left out, because the model does not run image with these"
+        " inputs; give inputs with which it does"
+    ) in notes
+    used = placer.estimate(model, (text, torch.zeros(2, 32)), devices="1GiB").notes
+    assert not any("left out, because" in note for note in used)
