@@ -62,9 +62,9 @@ from placer.schema import (
 )
 from placer.schema.base import PROVEN_GAP
 from placer.solver import costs
+from placer.solver.latency.host_weights import WeightedPass
 from placer.solver.problem import Problem
 from placer.solver.search import Incumbent, Progress
-from placer.solver.tiers import WeightedPass
 
 Solve = Callable[[PlacementRequest, Progress | None], Placement]
 

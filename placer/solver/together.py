@@ -14,9 +14,9 @@ from placer.schema import Placement
 from placer.schema.joint import SEPARATOR, JointPlacement, JointRequest
 from placer.solver import answer, costs
 from placer.solver.bounds import simple_bounds
-from placer.solver.check_together import check_together
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
+from placer.solver.referee.joint import check_together
 from placer.solver.search import Progress
 from placer.solver.solve import solve
 

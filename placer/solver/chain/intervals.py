@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from placer.schedule import least_in_flight
 from placer.solver.bounds import memory_bounds
-from placer.solver.chain.inference_peaks import inference_moments
-from placer.solver.chain.training_peaks import TrainingMoments
-from placer.solver.nets import Exchange, exchanges
+from placer.solver.chain.interval_peaks import TrainingMoments, inference_moments
 from placer.solver.problem import Problem, Value
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Exchange, Reduction, exchanges
 
 Table = NDArray[np.float64]
 

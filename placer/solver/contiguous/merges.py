@@ -31,9 +31,8 @@ from placer.solver.bounds import memory_bounds
 from placer.solver.bounds.min_cut_bound import MOST_PINS, Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.components import closed_groups
 from placer.solver.cpsat.stage_windows import neighbourhood
-from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of
-from placer.solver.reduce import Reduction, joined
+from placer.solver.reduce import Net, Reduction, joined, joined_nets
 
 MOST_PAIRS = 10_000
 """The most pairs of neighbours that minimum cuts compare, a second in large graphs."""

@@ -20,9 +20,8 @@ from ortools.sat.python import cp_model
 
 from placer.solver.bounds.memory_bounds import state_bytes
 from placer.solver.cpsat.stage_windows import stage_windows
-from placer.solver.nets import joined_nets
 from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Reduction, joined_nets
 
 Term = cp_model.LinearExpr | int
 

@@ -7,9 +7,8 @@ from itertools import chain
 from math import inf
 
 from placer.schema import Link
-from placer.solver.nets import Net, exchanges
 from placer.solver.problem import Problem
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Net, Reduction, exchanges
 
 Times = list[list[float]]
 LinkRate = tuple[float, float]

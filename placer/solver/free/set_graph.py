@@ -9,10 +9,9 @@ from itertools import permutations
 from math import inf
 
 from placer.schema import Link
-from placer.solver.free.sweep_orders import Pins, Step, sweep
-from placer.solver.nets import best_link, joined_nets
+from placer.solver.free.subset_sweep import Pins, Step, sweep
 from placer.solver.problem import Problem
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Reduction, best_link, joined_nets
 
 MANY = 100
 """Pairs of a node and a device from which proofs by sets beat the integer program."""

@@ -101,13 +101,6 @@ def kicked(
     return found
 
 
-def neighbours(
-    problem: Problem, nodes: Reduction, assignment: Sequence[int]
-) -> Iterator[list[int]]:
-    """Yield assignments a small change away: nodes across a cut, or two devices swapped."""
-    return (change() for change in changes(problem, nodes, assignment))
-
-
 def changes(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> Iterator[Change]:
     """Yield the changes that make the neighbours: copies of thousands of maps would be large."""
     device_of = [assignment[layers[0]] for layers in nodes.nodes]

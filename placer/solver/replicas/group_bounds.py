@@ -56,7 +56,7 @@ from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.schema import Link
 from placer.solver import pipelines
 from placer.solver.problem import ROUNDING, Problem
-from placer.solver.replicas.by_stage.group_costs import GroupModel
+from placer.solver.replicas.group_costs import GroupModel
 from placer.solver.replicas.replication import loaded_rate
 
 Table = NDArray[np.float64]
