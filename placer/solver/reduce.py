@@ -46,17 +46,11 @@ def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
     """Return layers that share a device in all placements with a bottleneck up to ``upper``."""
     if len(problem.untaxed) > 1:
         return []
-    real = (link for row in problem.links for link in row if link is not None)
-    links = {(link.bandwidth_bytes_per_s, link.latency_s): link for link in real}.values()
     added = problem.request.transfers == "added"
     together = []
     for value in problem.values:
-        there = min((link.transfer_ms(value.bytes) for link in links), default=inf)
-        back = (
-            min((link.transfer_ms(value.gradient_bytes) for link in links), default=inf)
-            if value.gradient_bytes
-            else 0.0
-        )
+        there = problem.quickest_ms(value.bytes, unlinked_ms=inf)
+        back = problem.quickest_ms(value.gradient_bytes, inf) if value.gradient_bytes else 0.0
         if (there + back if added else max(there, back)) > upper * (1 + ROUNDING):
             together.append((value.source, *value.readers))
     return together

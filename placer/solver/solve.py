@@ -265,10 +265,10 @@ def _step_search(
         return Portfolio(problem, None, stop, enough=enough, meter=allowed).answer()
 
     return StepSearch(
-        request=request,
-        progress=progress,
-        stop=stop,
-        meter=meter,
+        request,
+        progress,
+        stop,
+        meter,
         replication=replication,
         known_ms=known_ms,
         search=bottleneck,

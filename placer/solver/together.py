@@ -80,8 +80,7 @@ def _of_model(
 ) -> Placement:
     """Return the placement of one model with a given map."""
     problem = Problem.from_request(request.of_model(name))
-    number = {device.name: index for index, device in enumerate(problem.devices)}
-    assignment = [number[where[layer.name]] for layer in problem.layers]
+    assignment = problem.assignment_of(where)
     return answer.placed(
         problem,
         assignment,

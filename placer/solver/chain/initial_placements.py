@@ -286,7 +286,7 @@ def cuts(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
         nodes: its layers in nodes, in topological order.
     """
     classes, _ = optimal_cuts.device_classes(problem)
-    links = [link for row in problem.links for link in row if link is not None]
+    links = problem.kinds_of_links
     if (
         len(nodes.nodes) > optimal_cuts.MOST_NODES
         or len(classes) < 2

@@ -107,10 +107,7 @@ class Intervals:
         return self._times[device, again]
 
     def _measure_time(self, device: int, again: bool) -> Table:
-        work = [
-            sum(self.problem.compute_ms(layer, device) for layer in layers)
-            for layers in self._layers
-        ]
+        work = [self.problem.work_ms(layers, device) for layers in self._layers]
         if again:  # what recomputes runs forwards twice
             twice = [
                 sum(self.problem.forward_ms[layer][device] for layer in layers)

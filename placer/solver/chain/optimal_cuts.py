@@ -196,9 +196,7 @@ def even_runs(
     count = len(nodes.nodes)
     if count <= most:
         return [[node] for node in order]
-    work = np.array(
-        [sum(problem.compute_ms(layer, 0) for layer in nodes.nodes[node]) for node in order]
-    )
+    work = np.array([problem.work_ms(nodes.nodes[node], 0) for node in order])
     # The small constant keeps nodes without work from all falling into one run.
     share = np.cumsum(work + work.mean() * 0.1 + 1e-12)
     label = np.minimum((share / share[-1] * most).astype(int), most - 1)

@@ -236,7 +236,7 @@ class _Draw:
         )
 
     def _work(self, node: int, device: int) -> float:
-        return sum(self.problem.compute_ms(layer, device) for layer in self.nodes.nodes[node])
+        return self.problem.work_ms(self.nodes.nodes[node], device)
 
     @cached_property
     def _nets_of(self) -> list[list[Net]]:

@@ -123,11 +123,10 @@ def _longest_ms(problem: Problem) -> float:
         for layer in range(len(problem.layers))
     )
     again = sum(map(max, problem.forward_ms)) if problem.may_recompute else 0.0
-    links = [link for row in problem.links for link in row if link is not None]
     sizes = [
         size for value in problem.values for size in (value.bytes, value.gradient_bytes) if size
     ]
-    sent = sum(max((link.transfer_ms(size) for link in links), default=0.0) for size in sizes)
+    sent = sum(map(problem.slowest_ms, sizes))
     return work + again + len(problem.devices) * sent
 
 

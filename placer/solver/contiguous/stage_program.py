@@ -143,7 +143,7 @@ class StageModel:
     """A CP-SAT model of one problem.
 
     Args:
-        problem: the placement problem, of the kind that ``stage_scope.bounds`` names.
+        problem: the placement problem, of the kind that ``stage_program.bounds`` names.
         nodes: its layers, joined where they must be together.
         upper: a bottleneck that is known; only placements at least as good are searched.
         links: as ``stage_links`` gives them; their ``between`` may be left out for a quicker, lower
@@ -162,7 +162,7 @@ class StageModel:
     ) -> None:
         self.problem, self.nodes, self.upper = problem, nodes, upper
         given = links or stage_links(problem)
-        assert given is not None  # stage_scope.bounds() was asked before
+        assert given is not None  # stage_program.bounds() was asked before
         self.links = given
         self.cp = cp_model.CpModel()
         self._at: dict[tuple[int, int], Literal] = {}
@@ -228,7 +228,7 @@ class StageModel:
         return self.steps(self._work(node, device)) > TIME_STEPS
 
     def _work(self, node: int, device: int) -> float:
-        return sum(self.problem.compute_ms(layer, device) for layer in self.nodes.nodes[node])
+        return self.problem.work_ms(self.nodes.nodes[node], device)
 
     # Clauses
 

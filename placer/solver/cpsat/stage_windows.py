@@ -24,7 +24,7 @@ def work_on(problem: Problem, nodes: Reduction, device: int) -> Vector:
     """Return, by node, its time on a device; infinite if it may not be there."""
     return np.array(
         [
-            sum(problem.compute_ms(layer, device) for layer in layers) if device in allowed else inf
+            problem.work_ms(layers, device) if device in allowed else inf
             for layers, allowed in zip(nodes.nodes, nodes.allowed, strict=True)
         ]
     )
@@ -94,7 +94,8 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
     anywhere = [(0, stages - 1)] * count
     if count > MOST_NODES or upper_ms <= 0:
         return anywhere
-    work = [_least_work(problem, layers) for layers in nodes.nodes]
+    devices = range(len(problem.devices))
+    work = [min(problem.work_ms(layers, device) for device in devices) for layers in nodes.nodes]
     before, behind = neighbourhood(problem, nodes)
     most = upper_ms * (1 + ROUNDING)
     room = most_state(problem, nodes, upper_ms) if can_bind(problem) else [inf]
@@ -127,11 +128,6 @@ def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[i
     before = _reached(count, [(reader, source) for source, reader in arcs], range(count))
     behind = _reached(count, list(arcs), range(count - 1, -1, -1))
     return before, behind
-
-
-def _least_work(problem: Problem, layers: Sequence[int]) -> float:
-    devices = range(len(problem.devices))
-    return min(sum(problem.compute_ms(layer, device) for layer in layers) for device in devices)
 
 
 def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:

@@ -267,13 +267,13 @@ class StepTable(CutTable):
     def _transfers(self) -> tuple[Table, Table]:
         """Return, by node, the time of one micro-batch over a cut before it, both ways."""
         there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
-        links = [link for row in self.problem.links for link in row if link is not None]
-        for value in self.problem.values if links else ():
+        quickest_ms = self.problem.quickest_ms
+        for value in self.problem.values:
             node = self.nodes.node_of[value.source]
             if node + 1 in self.nodes.holding(value.readers):
-                there[node + 1] += min(link.transfer_ms(value.bytes) for link in links)
+                there[node + 1] += quickest_ms(value.bytes)
                 if value.gradient_bytes:
-                    back[node + 1] += min(link.transfer_ms(value.gradient_bytes) for link in links)
+                    back[node + 1] += quickest_ms(value.gradient_bytes)
         return there, back
 
     def _bound(self, device: int, stages_left: int) -> tuple[Any, Any]:

@@ -140,7 +140,7 @@ NO_MAP = Infeasibility(
 """The same of every map, where they are few."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class StepSearch:
     """The search over all choices: its parts, one after another, and the best step so far.
 
@@ -160,7 +160,7 @@ class StepSearch:
     """
 
     request: PlacementRequest
-    search: BottleneckSearch
+    search: BottleneckSearch = field(kw_only=True)
     progress: Progress | None = None
     stop: threading.Event | None = None
     meter: Meter = field(default_factory=Meter)
@@ -432,8 +432,7 @@ class StepSearch:
         """Try the map of a placement; it alone, or none if it has none."""
         if not placement.layer_devices:
             return []
-        index = {device.name: number for number, device in enumerate(choice.problem.devices)}
-        devices = [index[device] for device in placement.layer_devices.values()]
+        devices = choice.problem.assignment_of(placement.layer_devices)
         self._offer(choice, devices, "smallest bottleneck")
         return [devices]
 

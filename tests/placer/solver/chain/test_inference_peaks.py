@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from placer.schema import Cluster, Device, Edge, Layer, PlacementRequest, Profile
-from placer.solver.chain import inference_peaks as by_run
+from placer.solver.chain import interval_peaks as by_run
 from placer.solver.chain.interval_peaks import inference_moments
 from placer.solver.problem import Problem
 

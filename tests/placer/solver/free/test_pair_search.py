@@ -80,9 +80,8 @@ def test_a_search_that_is_over_returns_its_start(chain):
 def test_it_ends_where_nothing_is_smaller(chain):
     problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=FREE))
     looks = []
-    pair_search.improved(
+    improved(
         problem,
-        reduced(problem),
         [0, 0, 1, 1, 2, 2, 3, 3],
         lambda work: looks.append(1),
         enough=2.0,
