@@ -64,7 +64,7 @@ last forward has finished, and is the mirror image: the layers in reverse order,
 for each value that has a gradient, from each reader r to the source s, the time g(v, m(r), m(s)).
 The objective is the two added. Links are never waited for.
 
-**Resting parameters** (``tiers.py`` chooses them, in inference). The parameters of the layers
+**Resting parameters** (``host_weights.py`` chooses them, in inference). The parameters of layers
 r(0), r(1), ... of device d, in execution order, rest in the host's memory. Each pass copies them,
 one layer after another, into two buffers in turn, from the pass's beginning on. With b(l) the bytes
 of the layer's parameters, and the latency and the bandwidth of ``from_host`` of d::

@@ -139,7 +139,7 @@ class FewestSearch:
         nodes = reduced(self._problem)
         work_ms = sum(
             min(
-                (sum(self._problem.compute_ms(n, d) for n in layers) for d in nodes.allowed[node]),
+                (self._problem.work_ms(layers, d) for d in nodes.allowed[node]),
                 default=0.0,
             )
             for node, layers in enumerate(nodes.nodes)

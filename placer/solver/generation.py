@@ -62,9 +62,9 @@ from placer.schema import (
 )
 from placer.schema.base import PROVEN_GAP
 from placer.solver import costs
+from placer.solver.latency.host_weights import WeightedPass
 from placer.solver.problem import Problem
 from placer.solver.search import Incumbent, Progress
-from placer.solver.tiers import WeightedPass
 
 Solve = Callable[[PlacementRequest, Progress | None], Placement]
 
@@ -310,7 +310,7 @@ def generation_ms(
         later = asked.new_tokens - 1
         return first_ms + (later and later * _pass_ms(request, passes.token, where, resting))
     problem = Problem.from_request(mean_pass_request(request))
-    assignment = _assignment(problem, where)
+    assignment = problem.assignment_of(where)
     latency_ms = costs.latency_ms(problem, assignment)
     if asked.sequences_in_flight == 1:
         return asked.new_tokens * latency_ms
@@ -318,11 +318,6 @@ def generation_ms(
     join = max if request.transfers == "overlapped" else sum
     bottleneck_ms = max(join(parts) for parts in loads)
     return asked.new_tokens * max(bottleneck_ms, latency_ms / asked.sequences_in_flight)
-
-
-def _assignment(problem: Problem, where: Mapping[str, str]) -> list[int]:
-    number = {device.name: index for index, device in enumerate(problem.devices)}
-    return [number[where[layer.name]] for layer in problem.layers]
 
 
 def copies(request: PlacementRequest) -> tuple[tuple[str, ...], float | None]:
@@ -390,7 +385,7 @@ def _pass_ms(
     """Return the time of one pass alone on a map."""
     problem = Problem.from_request(_pass_request(request, profile))
     streamed = frozenset(n for n, layer in enumerate(problem.layers) if layer.name in resting)
-    return costs.latency_ms(problem, _assignment(problem, where), resting=streamed)
+    return costs.latency_ms(problem, problem.assignment_of(where), resting=streamed)
 
 
 def _pass_request(request: PlacementRequest, profile: Profile) -> PlacementRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -328,6 +328,37 @@ class Problem:
     def compute_ms(self, layer: int, device: int) -> float:
         """Forward and, in training, backward time of a layer on a device."""
         return self.forward_ms[layer][device] + self.backward_ms[layer][device]
+
+    def work_ms(self, layers: Iterable[int], device: int) -> float:
+        """Return the forward and, in training, backward time of some layers on a device."""
+        return sum(self.compute_ms(layer, device) for layer in layers)
+
+    def assignment_of(self, where: Mapping[str, str]) -> list[int]:
+        """Return, by layer, the index of its device, from their names."""
+        index = {device.name: number for number, device in enumerate(self.devices)}
+        return [index[where[layer.name]] for layer in self.layers]
+
+    @cached_property
+    def kinds_of_links(self) -> tuple[Link, ...]:
+        """One link of each bandwidth and latency."""
+        links = (link for row in self.links for link in row if link is not None)
+        return tuple(
+            {(link.bandwidth_bytes_per_s, link.latency_s): link for link in links}.values()
+        )
+
+    def quickest_ms(self, size_bytes: int, unlinked_ms: float = 0.0) -> float:
+        """Return the time over the link that is quickest for so many bytes.
+
+        Args:
+            size_bytes: of a value or a gradient.
+            unlinked_ms: the time if no devices are linked.
+        """
+        times = (link.transfer_ms(size_bytes) for link in self.kinds_of_links)
+        return min(times, default=unlinked_ms)
+
+    def slowest_ms(self, size_bytes: int) -> float:
+        """Return the time over the link that is slowest for so many bytes; 0 without links."""
+        return max((link.transfer_ms(size_bytes) for link in self.kinds_of_links), default=0.0)
 
     def linked(self, value: Value, source: int, target: int) -> bool:
         """Return whether the value may pass from one device to another, and its gradient back."""

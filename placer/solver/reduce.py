@@ -1,11 +1,14 @@
-"""Reductions that lose nothing: what must be on one device is decided once."""
+"""Reductions that lose nothing: layers that must be on one device are a node, values are nets."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
+from placer.schema import Link
 from placer.solver.components import closed_groups, group_of, strong_components
 from placer.solver.problem import ROUNDING, Problem, arcs_of
 
@@ -43,17 +46,11 @@ def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
     """Return layers that share a device in all placements with a bottleneck up to ``upper``."""
     if len(problem.untaxed) > 1:
         return []
-    real = (link for row in problem.links for link in row if link is not None)
-    links = {(link.bandwidth_bytes_per_s, link.latency_s): link for link in real}.values()
     added = problem.request.transfers == "added"
     together = []
     for value in problem.values:
-        there = min((link.transfer_ms(value.bytes) for link in links), default=inf)
-        back = (
-            min((link.transfer_ms(value.gradient_bytes) for link in links), default=inf)
-            if value.gradient_bytes
-            else 0.0
-        )
+        there = problem.quickest_ms(value.bytes, unlinked_ms=inf)
+        back = problem.quickest_ms(value.gradient_bytes, inf) if value.gradient_bytes else 0.0
         if (there + back if added else max(there, back)) > upper * (1 + ROUNDING):
             together.append((value.source, *value.readers))
     return together
@@ -96,3 +93,92 @@ def joined(problem: Problem, groups: Sequence[tuple[int, ...]]) -> Reduction:
         frozenset.intersection(*(problem.allowed[layer] for layer in layers)) for layers in nodes
     )
     return Reduction(tuple(nodes), tuple(node_of), allowed)
+
+
+@dataclass(frozen=True)
+class Net:
+    """Values with the same ends.
+
+    Attributes:
+        source: the node that makes them.
+        readers: the other nodes that read them.
+        there_ms: the time of sending them once.
+        back_ms: the time of sending their gradients back once.
+    """
+
+    source: int
+    readers: tuple[int, ...]
+    there_ms: float
+    back_ms: float
+
+
+class Exchange(NamedTuple):
+    """Values with the same ends.
+
+    Attributes:
+        source: the node that makes them.
+        readers: the other nodes that read them.
+        number: how many are sent.
+        bytes: of all that are sent.
+        gradients: how many of them have gradients.
+        gradient_bytes: of all of these.
+    """
+
+    source: int
+    readers: tuple[int, ...]
+    number: int
+    bytes: int
+    gradients: int
+    gradient_bytes: int
+
+    def over(self, link: Link) -> Net:
+        """Return the net with its times over a link."""
+        latency_ms, ms_per_byte = 1e3 * link.latency_s, 1e3 / link.bandwidth_bytes_per_s
+        there_ms = self.number * latency_ms + self.bytes * ms_per_byte
+        return Net(
+            self.source,
+            self.readers,
+            there_ms,
+            self.gradients * latency_ms + self.gradient_bytes * ms_per_byte,
+        )
+
+
+def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
+    """Return the values that nodes exchange, joined by their ends."""
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for value in problem.values:
+        source = nodes.node_of[value.source]
+        readers = tuple(sorted(nodes.holding(value.readers) - {source}))
+        if readers:
+            sums = found[source, readers]
+            sums[0] += value.repeats
+            sums[1] += value.repeats * value.bytes
+            sums[2] += value.gradient_bytes > 0
+            sums[3] += value.gradient_bytes
+    return [Exchange(*ends, *sums) for ends, sums in found.items()]
+
+
+def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) -> list[Net]:
+    """Return the values by their ends, over such a link.
+
+    Those that cannot be cut, or cost nothing, are left out.
+
+    Args:
+        problem: the placement problem.
+        nodes: its layers.
+        link: that all values go over; the one that all links are like, if left out.
+    """
+    link = link or problem.one_link
+    assert link is not None
+    nets = [exchange.over(link) for exchange in exchanges(problem, nodes)]
+    return [net for net in nets if net.there_ms or net.back_ms]
+
+
+def best_link(links: Sequence[Link]) -> Link:
+    """Return a link that is as good as any of these."""
+    return Link(
+        source="one device",
+        target="another one",
+        bandwidth_bytes_per_s=max(link.bandwidth_bytes_per_s for link in links),
+        latency_s=min(link.latency_s for link in links),
+    )

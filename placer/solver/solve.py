@@ -16,7 +16,7 @@ have their own searches (``step_search.py``, ``fewest_devices.py``), which use t
 bottlenecks. Where replicas are asked for, ``replica_search.py`` runs these searches for each shape.
 Objective ``generation`` asks for the latency and the bottleneck of a mean pass
 (``generation.py``). Where ``host_memory_bytes`` is given, parameters may rest on the host
-(``tiers.py``).
+(``host_weights.py``).
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ from typing import NamedTuple
 from placer.errors import InputError, kind_of
 from placer.exports.restriction import expressible, restricted_reason
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
-from placer.solver import answer, generation, tiers, ties
+from placer.solver import answer, every_map, generation, ties
 from placer.solver.bounds import simple_bounds
-from placer.solver.chain import initial_placements, optimal_cuts, refined_cuts
+from placer.solver.chain import initial_placements, optimal_cuts
 from placer.solver.check import check
-from placer.solver.contiguous import stage_scope, stage_search
+from placer.solver.contiguous import stage_program, stage_search
 from placer.solver.contiguous.order_search import none_in_any_order
 from placer.solver.contiguous.redivision import redivide
-from placer.solver.contiguous.stage_program import StageModel
-from placer.solver.contiguous.stage_scope import StageLinks, quickest_everywhere, stage_links
+from placer.solver.contiguous.stage_program import (
+    StageLinks,
+    StageModel,
+    quickest_everywhere,
+    stage_links,
+)
 from placer.solver.cpsat.model import MOST_RULES, PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer, Meter
-from placer.solver.enumeration import every_map
 from placer.solver.explain import conflict, limits
 from placer.solver.explain.infeasible import (
     CONTRADICTION,
@@ -54,7 +57,7 @@ from placer.solver.explain.infeasible import (
 )
 from placer.solver.fewest_devices import FewestSearch, Outcome
 from placer.solver.free import free_search
-from placer.solver.latency import latency_search
+from placer.solver.latency import host_weights, latency_search
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.replicas.gradient_exchange import with_amortised_exchanges
@@ -140,7 +143,7 @@ def _answer(
     progress: Progress | None,
     stop: threading.Event | None,
     began: float,
-    passes: Sequence[tiers.WeightedPass] = (),
+    passes: Sequence[host_weights.WeightedPass] = (),
 ) -> Placement:
     """Return the placement without its limits; it is not yet checked.
 
@@ -166,7 +169,7 @@ def _answer(
             progress,
         )
     if request.host_memory_bytes is not None:
-        return tiers.solved(
+        return host_weights.solved(
             request, lambda asked: _answer(asked, None, stop, monotonic()), stop, passes
         )
     meter = Meter(request.work_limit or inf)
@@ -342,7 +345,7 @@ class Portfolio(Search):
                 0.0 if self.over(share) else self.left_s() - (1 - share) * self.request.time_limit_s
             )
 
-        for cut in refined_cuts.finer_cuts(self.problem, self.nodes, self.best, left_s):
+        for cut in optimal_cuts.finer_cuts(self.problem, self.nodes, self.best, left_s):
             self.prove(cut.bound)
             self.offer(cut.devices, "linear order")
             if not self.open():
@@ -365,9 +368,9 @@ class Portfolio(Search):
         """Run the integer program; return the reason if it proves that there is no placement."""
         if none_in_any_order(self):
             return self._reason()
-        small = stage_scope.worth_building(self.problem, self.nodes)
-        staged = small and stage_scope.applies(self.problem)
-        if small and not staged and stage_scope.bounds(self.problem):
+        small = stage_program.worth_building(self.problem, self.nodes)
+        staged = small and stage_program.applies(self.problem)
+        if small and not staged and stage_program.bounds(self.problem):
             self._relax()
         if not staged and not worth_building(self.problem, self.nodes):
             return None

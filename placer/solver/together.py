@@ -14,9 +14,9 @@ from placer.schema import Placement
 from placer.schema.joint import SEPARATOR, JointPlacement, JointRequest
 from placer.solver import answer, costs
 from placer.solver.bounds import simple_bounds
-from placer.solver.check_together import check_together
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
+from placer.solver.referee.joint import check_together
 from placer.solver.search import Progress
 from placer.solver.solve import solve
 
@@ -80,8 +80,7 @@ def _of_model(
 ) -> Placement:
     """Return the placement of one model with a given map."""
     problem = Problem.from_request(request.of_model(name))
-    number = {device.name: index for index, device in enumerate(problem.devices)}
-    assignment = [number[where[layer.name]] for layer in problem.layers]
+    assignment = problem.assignment_of(where)
     return answer.placed(
         problem,
         assignment,

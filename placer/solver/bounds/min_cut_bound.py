@@ -125,18 +125,10 @@ def _isolated(work: list[float], nets: dict[Pins, float]) -> list[float]:
 
 def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
     """Return, by pins, what a net that is cut costs every device that it touches, at the least."""
-    real = {
-        (k.bandwidth_bytes_per_s, k.latency_s): k
-        for row in problem.links
-        for k in row
-        if k is not None
-    }.values()
-
-    def least(size: int) -> float:
-        return min((link.transfer_ms(size) for link in real), default=0.0)
 
     def both(value: Value) -> float:
-        return least(value.bytes) + (least(value.gradient_bytes) if value.gradient_bytes else 0.0)
+        back = problem.quickest_ms(value.gradient_bytes) if value.gradient_bytes else 0.0
+        return problem.quickest_ms(value.bytes) + back
 
     # Values with the same pins are cut together, so their times add up in one net.
     nets: dict[Pins, float] = defaultdict(float)
@@ -150,9 +142,7 @@ def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
 def least_ms(problem: Problem, nodes: Reduction, node: int) -> float:
     """Return the work of a node on the fastest device that pays for transfers."""
     devices = [device for device in range(len(problem.devices)) if device not in problem.untaxed]
-    return min(
-        (sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf
-    )
+    return min((problem.work_ms(nodes.nodes[node], device) for device in devices), default=inf)
 
 
 def alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
@@ -161,9 +151,7 @@ def alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
     Infinite if it may be on none.
     """
     devices = problem.untaxed & nodes.allowed[node]
-    return min(
-        (sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf
-    )
+    return min((problem.work_ms(nodes.nodes[node], device) for device in devices), default=inf)
 
 
 class Cutter:

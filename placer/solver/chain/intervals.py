@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from placer.schedule import least_in_flight
 from placer.solver.bounds import memory_bounds
-from placer.solver.chain.inference_peaks import inference_moments
-from placer.solver.chain.training_peaks import TrainingMoments
-from placer.solver.nets import Exchange, exchanges
+from placer.solver.chain.interval_peaks import TrainingMoments, inference_moments
 from placer.solver.problem import Problem, Value
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Exchange, Reduction, exchanges
 
 Table = NDArray[np.float64]
 
@@ -109,10 +107,7 @@ class Intervals:
         return self._times[device, again]
 
     def _measure_time(self, device: int, again: bool) -> Table:
-        work = [
-            sum(self.problem.compute_ms(layer, device) for layer in layers)
-            for layers in self._layers
-        ]
+        work = [self.problem.work_ms(layers, device) for layers in self._layers]
         if again:  # what recomputes runs forwards twice
             twice = [
                 sum(self.problem.forward_ms[layer][device] for layer in layers)

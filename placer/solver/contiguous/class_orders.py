@@ -10,12 +10,16 @@ best links alone, many chains look good although they cross hosts.
 
 The place of a stage is known too, and so is its number of micro-batches in flight. So this search
 also serves devices that are all alike, which have one order, where memory binds in training. Memory
-counts by sums of the nodes' least bytes, or exactly for the best chains (``stage_capacity.py``). A
+counts by sums of the nodes' least bytes, or exactly for the best chains (``StageCapacity``). A
 placement that leaves devices idle is a chain of the order that begins with those devices: their
 stages are empty, and all stages behind them are in use.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, section 5, for chains of ideals.
+
+**Exact memory.** A stage's memory is not a sum over nodes: it has a peak, and crossing values exist
+only there. So sums (``memory_bounds.least_by_node``, ``most_by_node``) decide most sets, and
+``StageCapacity`` the rest.
 """
 
 from __future__ import annotations
@@ -28,22 +32,83 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.solver.bounds.memory_bounds import can_bind
+from placer.schedule import least_in_flight
+from placer.solver.bounds.memory_bounds import can_bind, least_by_node, most_by_node
 from placer.solver.chain.optimal_cuts import ROWS
 from placer.solver.contiguous import ideal_frontiers
-from placer.solver.contiguous.class_links import ClassNets
-from placer.solver.contiguous.class_windows import Graph, Windows
+from placer.solver.contiguous.class_windows import ClassNets, Graph, Windows
 from placer.solver.contiguous.ideal_frontiers import Between, Frontier, Range
-from placer.solver.contiguous.stage_capacity import StageCapacity
 from placer.solver.contiguous.transfer_windows import MOST_NODES, MOST_PINS, narrowed_windows
-from placer.solver.cpsat.capacity import work_on
 from placer.solver.cpsat.runner import PER_WORK
-from placer.solver.cpsat.stage_windows import members, neighbourhood
+from placer.solver.cpsat.stage_windows import members, neighbourhood, work_on
+from placer.solver.memory import FootprintCache
 from placer.solver.problem import ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
+
+
+class StageCapacity:
+    """The memory of stages.
+
+    Args:
+        problem: the placement problem, contiguity understood.
+        nodes: its layers.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction) -> None:
+        self._problem, self._nodes = problem, nodes
+        self._cache = FootprintCache(problem, nodes.nodes)
+        self._least: dict[tuple[int, int], Vector] = {}
+        self._most: dict[int, Vector] = {}
+
+    @property
+    def sets(self) -> int:
+        """The number of sets whose memory was computed."""
+        return self._cache.computed
+
+    def flight(self, stages_left: int) -> int:
+        """Return the micro-batches that a stage must be able to hold at once.
+
+        Args:
+            stages_left: the number of stages from this one on.
+        """
+        request = self._problem.request
+        if not self._problem.training:
+            return 1
+        if not self._problem.one_stage_each:
+            return request.chunks
+        return least_in_flight(request.schedule, stages_left, 0, request.chunks)
+
+    def least(self, device: int, flight: int) -> Vector:
+        """Return, by node, the least bytes that a stage uses for it."""
+        flight = 1 if self._problem.recompute[device] != "never" else flight
+        if (device, flight) not in self._least:
+            self._least[device, flight] = least_by_node(self._problem, self._nodes, device, flight)
+        return self._least[device, flight]
+
+    def most(self, flight: int) -> Vector:
+        """Return, by node, the most bytes that a stage uses for it."""
+        if flight not in self._most:
+            self._most[flight] = most_by_node(self._problem, self._nodes, flight)
+        return self._most[flight]
+
+    def more_ms(self, device: int, flight: int, members: Bools) -> float:
+        """Return a stage's extra time because of memory: 0, its forward passes, or infinite."""
+        problem = self._problem
+        one = self._cache.footprint(np.flatnonzero(members).tolist())
+        rule, limit = problem.recompute[device], problem.devices[device].usable_bytes
+        if rule != "always" and one.total_bytes(flight) <= limit:
+            return 0.0
+        if rule == "never" or one.total_bytes(flight, again=True) > limit:
+            return inf
+        if rule == "always":
+            return 0.0
+        layers = (layer for node in np.flatnonzero(members) for layer in self._nodes.nodes[node])
+        return sum(problem.forward_ms[layer][device] for layer in layers)
+
+
 Table = NDArray[np.float64]
 Order = tuple[int, ...]
 Memory = Literal["sums", "exact"]

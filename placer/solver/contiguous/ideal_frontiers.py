@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver.contiguous.transfer_windows import Windows
-from placer.solver.nets import joined_nets
 from placer.solver.problem import ROUNDING, Problem, arcs_of
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Reduction, joined_nets
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]

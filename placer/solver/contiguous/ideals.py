@@ -47,8 +47,8 @@ from placer.solver.contiguous.unordered_nodes import (
     UnorderedNodes,
     unordered_nodes,
 )
-from placer.solver.cpsat.capacity import most_within, work_on
 from placer.solver.cpsat.runner import PER_WORK, Meter
+from placer.solver.cpsat.stage_windows import most_within, work_on
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 

@@ -31,9 +31,8 @@ from placer.solver.bounds import memory_bounds
 from placer.solver.bounds.min_cut_bound import MOST_PINS, Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.components import closed_groups
 from placer.solver.cpsat.stage_windows import neighbourhood
-from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of
-from placer.solver.reduce import Reduction, joined
+from placer.solver.reduce import Net, Reduction, joined, joined_nets
 
 MOST_PAIRS = 10_000
 """The most pairs of neighbours that minimum cuts compare, a second in large graphs."""
@@ -237,7 +236,7 @@ class _Draw:
         )
 
     def _work(self, node: int, device: int) -> float:
-        return sum(self.problem.compute_ms(layer, device) for layer in self.nodes.nodes[node])
+        return self.problem.work_ms(self.nodes.nodes[node], device)
 
     @cached_property
     def _nets_of(self) -> list[list[Net]]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from placer.solver import costs
 from placer.solver.bounds import memory_bounds
-from placer.solver.contiguous import class_orders, stage_scope
+from placer.solver.contiguous import class_orders, stage_program
 from placer.solver.contiguous.class_orders import Chain, ClassOrders, Memory, Order
 from placer.solver.contiguous.stage_search import nodes_within
 from placer.solver.problem import Problem
@@ -63,7 +63,7 @@ def none_in_any_order(search: Search) -> bool:
     if not search.open() or not class_orders.applies(search.problem, search.nodes):
         return False
     if search.enough is not None:
-        if not stage_scope.applies(search.problem) and not _has_chains(
+        if not stage_program.applies(search.problem) and not _has_chains(
             search, search.enough, ENDS.enough
         ):
             search.prove(search.nothing_below())
@@ -123,11 +123,10 @@ def _longest_ms(problem: Problem) -> float:
         for layer in range(len(problem.layers))
     )
     again = sum(map(max, problem.forward_ms)) if problem.may_recompute else 0.0
-    links = [link for row in problem.links for link in row if link is not None]
     sizes = [
         size for value in problem.values for size in (value.bytes, value.gradient_bytes) if size
     ]
-    sent = sum(max((link.transfer_ms(size) for link in links), default=0.0) for size in sizes)
+    sent = sum(map(problem.slowest_ms, sizes))
     return work + again + len(problem.devices) * sent
 
 

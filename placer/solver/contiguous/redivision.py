@@ -102,7 +102,7 @@ def redivide(search: Search, nodes: Reduction, work: float, *, busiest_alone: bo
     """Make the busiest stages quicker, then those that are next, as long as that helps.
 
     Args:
-        search: with a placement, of a problem that ``stage_scope.bounds``.
+        search: with a placement, of a problem that ``stage_program.bounds``.
         nodes: its layers, joined where they may as well be together.
         work: of each group, in the measure of ``cpsat.runner.Meter``; all groups get ``IN_ALL``
             times as much.

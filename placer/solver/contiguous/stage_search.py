@@ -8,23 +8,35 @@ first asks for anything better, also in parts (``redivision.py``), then halves t
     bound ├────────────┼──────┼───┼──────────────┤ best known
                    2. no    4. ? 3. ?          1. ?     so the bound is the T of 2., until the
                                                         next sweep
+
+**Bounds from parts** of the model: the layers of the busiest stages, as if they were alone::
+
+    stages    a │ b   C   d │ e      C is the busiest: the layers of b, C and d are placed
+                                     optimally on all devices, as if a and e were not there
+
+A placement without some of its layers is a placement of the rest, and no device of it takes longer.
+So the optimum of a part is a lower bound of the whole. Values from a layer that is left out are
+left out too, and so are readers. Few stages are busy, for instance, in a network whose first values
+are large over slow links. The other layers, which fit in many ways, then make only the whole hard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from math import inf
 from typing import NamedTuple
 
+from placer.solver import costs, every_map
 from placer.solver.chain import initial_placements
-from placer.solver.contiguous import ideals, part_bounds, stage_scope
+from placer.solver.contiguous import ideals, stage_program
 from placer.solver.contiguous.merges import merged
 from placer.solver.contiguous.redivision import redivide
 from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.contiguous.unordered_nodes import UnorderedModel, unordered_nodes
 from placer.solver.cpsat.runner import Answer, Meter
-from placer.solver.enumeration import every_map
+from placer.solver.problem import Problem, Value
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
@@ -114,7 +126,7 @@ def _place_unordered(
 ) -> None:
     """Offer the best placement of the unordered nodes while the other nodes stay."""
     problem = search.problem
-    if stage_scope.applies(problem) and stage_scope.worth_building(problem, nodes):
+    if stage_program.applies(problem) and stage_program.worth_building(problem, nodes):
         model = UnorderedModel(problem, nodes, search.better(), devices, unordered)
         search.offer(model.solve(search.limits(SWEEP.short)).devices, "ideals")
 
@@ -131,7 +143,7 @@ def sweep(search: Search, *, parts: bool = True) -> None:
 
     Args:
         search: with a placement, or with a sufficient bottleneck; of a problem that
-            ``stage_scope.applies`` to.
+            ``stage_program.applies`` to.
         parts: whether parts of the model are searched alone for bounds.
     """
     for turn in count():
@@ -160,7 +172,7 @@ def _bound_by_parts(search: Search, work: float) -> None:
         search: with a placement, or nothing is done.
         work: the most work of each part, in the measure of ``cpsat.runner.Meter``.
     """
-    for layers in part_bounds.parts(search.problem, search.best) if search.best is not None else ():
+    for layers in parts(search.problem, search.best) if search.best is not None else ():
         part = _part(search, layers, work)
         # The layers may be placed so well that they prove nothing.
         if part.best is None or part.value <= search.bound + THRESHOLD_STEP * search.value:
@@ -178,7 +190,7 @@ def _bound_by_parts(search: Search, work: float) -> None:
 
 def _part(search: Search, layers: list[int], work: float) -> Search:
     """Return a search over some layers alone, which knows first placements of them."""
-    problem = part_bounds.part_of(search.problem, layers)
+    problem = part_of(search.problem, layers)
     limited = search.request.model_copy(update={"time_limit_s": search.left_s()})
     part = Search(
         replace(problem, request=limited),
@@ -220,7 +232,7 @@ def halve(search: Search, work: float) -> None:
     """Ask thresholds between the proven bound and the best known or undecided bottleneck.
 
     Args:
-        search: with a placement, of a problem that ``stage_scope.bounds``.
+        search: with a placement, of a problem that ``stage_program.bounds``.
         work: of each question, in the measure of ``cpsat.runner.Meter``.
     """
     hard = search.better()
@@ -275,3 +287,79 @@ def _improve(search: Search, work: float, wide: bool) -> None:
         few_ideals(search)
     if search.open() and not search.over(1.0):
         halve(search, work)
+
+
+GROWTH = 1.5
+"""Factor of a part's layers over the part before: few parts, none much too large."""
+
+MOST_LAYERS = 400
+"""The most layers of a part: larger ones are as hard as the whole."""
+
+
+def parts(problem: Problem, devices: list[int]) -> Iterator[list[int]]:
+    """Yield ever more layers around the busiest stage, ascending; never all of them.
+
+    Args:
+        problem: the placement problem.
+        devices: by layer, the device in a placement.
+    """
+    result = costs.costs_of(problem, devices)  # it was found, so it can be
+    stage_of = {device: stage for stage, device in enumerate(result.stages)}
+    busiest = stage_of[max(stage_of, key=lambda device: result.load_ms[device])]
+
+    def distance(layer: int) -> tuple[int, int]:
+        stage = stage_of[devices[layer]]
+        return abs(stage - busiest), layer if stage >= busiest else -layer
+
+    nearest = sorted(range(len(devices)), key=distance)
+    size = float(1 + sum(stage_of[device] == busiest for device in devices))
+    while size < min(len(devices), MOST_LAYERS + 1):
+        yield sorted(nearest[: int(size)])
+        size *= GROWTH
+
+
+def part_of(problem: Problem, layers: Sequence[int]) -> Problem:
+    """Return the problem of some layers alone.
+
+    Args:
+        problem: the placement problem.
+        layers: ascending.
+    """
+    number = {layer: index for index, layer in enumerate(layers)}
+
+    def some(of: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number[layer] for layer in of if layer in number)
+
+    def within(value: Value) -> Value:
+        part = replace(
+            value,
+            source=number[value.source],
+            readers=some(value.readers),
+            keepers=some(value.keepers),
+            unbound=frozenset(some(sorted(value.unbound))),
+        )
+        if not number.keys() >= {value.retained_from, value.retained_until, value.readers[-1]}:
+            return replace(part, retained_bytes=0)  # less may be held
+        return replace(
+            part,
+            retained_from=number[value.retained_from],
+            retained_until=number[value.retained_until],
+        )
+
+    return replace(
+        problem,
+        layers=tuple(problem.layers[layer] for layer in layers),
+        values=tuple(
+            within(value)
+            for value in problem.values
+            if value.source in number and some(value.readers)
+        ),
+        forward_ms=tuple(problem.forward_ms[layer] for layer in layers),
+        backward_ms=tuple(problem.backward_ms[layer] for layer in layers),
+        allowed=tuple(problem.allowed[layer] for layer in layers),
+        groups=tuple(some(group) for group in problem.groups if len(some(group)) > 1),
+        loose=frozenset(some(sorted(problem.loose))),
+        most_devices=min(problem.most_devices, len(layers)),
+        least_devices=1,
+        shared=(),  # less is held without copies
+    )

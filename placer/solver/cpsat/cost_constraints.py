@@ -71,7 +71,7 @@ def _compute(model: PlacementVariables) -> list[list[Term]]:
     terms: list[list[Term]] = [[] for _ in model.devices]
     for node, layers in enumerate(model.nodes.nodes):
         for device, literal in model.x[node].items():
-            time_ms = sum(model.problem.compute_ms(layer, device) for layer in layers)
+            time_ms = model.problem.work_ms(layers, device)
             terms[device].append(model.steps(time_ms) * literal)
     return terms
 

@@ -20,9 +20,8 @@ from ortools.sat.python import cp_model
 
 from placer.solver.bounds.memory_bounds import state_bytes
 from placer.solver.cpsat.stage_windows import stage_windows
-from placer.solver.nets import joined_nets
 from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Reduction, joined_nets
 
 Term = cp_model.LinearExpr | int
 
@@ -332,10 +331,7 @@ def _weights(problem: Problem, nodes: Reduction) -> list[float]:
     What weighs most is apart from most others.
     """
     devices = range(len(problem.devices))
-    weights = [
-        min(sum(problem.compute_ms(n, d) for n in layers) for d in devices)
-        for layers in nodes.nodes
-    ]
+    weights = [min(problem.work_ms(layers, d) for d in devices) for layers in nodes.nodes]
     for net in joined_nets(problem, nodes) if problem.one_link is not None else ():
         for node in (net.source, *net.readers):
             weights[node] += net.there_ms + net.back_ms
@@ -348,10 +344,11 @@ def longest_ms(problem: Problem) -> float:
         max(problem.compute_ms(layer, device) for device in range(len(problem.devices)))
         for layer in range(len(problem.layers))
     )
-    given = (link for row in problem.links for link in row if link is not None)
-    links = {(link.bandwidth_bytes_per_s, link.latency_s): link for link in given}.values()
     for value in problem.values:
         for size in (value.bytes, value.gradient_bytes):
-            slowest = max((link.transfer_ms(size) for link in links), default=0.0)
-            time_ms += value.repeats * slowest * min(len(value.readers), problem.most_devices)
+            time_ms += (
+                value.repeats
+                * problem.slowest_ms(size)
+                * min(len(value.readers), problem.most_devices)
+            )
     return time_ms

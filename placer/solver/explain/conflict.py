@@ -32,8 +32,7 @@ from placer.solver.chain import optimal_cuts
 from placer.solver.components import closed_groups
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer
-from placer.solver.explain.display_names import listed
-from placer.solver.explain.infeasible import CONTRADICTION, plain_reason
+from placer.solver.explain.infeasible import CONTRADICTION, listed, plain_reason
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.step.choices import bottleneck_of

@@ -13,7 +13,6 @@ from placer.solver.bounds import memory_bounds
 from placer.solver.bounds.memory_bounds import least_of_all, least_of_nodes
 from placer.solver.cpsat.model import PlacementModel
 from placer.solver.cpsat.runner import Answer, Limits, Meter
-from placer.solver.explain.display_names import listed
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.utils.units import bytes_text, count_text
@@ -252,3 +251,9 @@ def _names(problem: Problem, layers: tuple[int, ...]) -> tuple[str, ...]:
 def _device_names(problem: Problem, devices: object) -> tuple[str, ...]:
     assert isinstance(devices, (list, frozenset, dict))
     return tuple(problem.devices[device].name for device in sorted(devices))
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Return the first few names as a text, with the number of the others."""
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

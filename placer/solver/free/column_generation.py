@@ -18,30 +18,98 @@ Column generation solves it: the set that is worth most by the prices joins the 
 new prices. A box keeps these near the best ones so far, or they would oscillate. The set is sought
 among few labels, and among all only where none of the few is worth its share: then the prices may
 prove something. Where sets for K devices suffice for a bottleneck, in the linear relaxation, a
-smaller bottleneck is tried. Between bottlenecks prices are rounded to integers
-(``integer_prices.py``), which prove at once what the program's own prices come near to.
+smaller bottleneck is tried. Between bottlenecks prices are rounded to integers,
+which prove at once what the program's own prices come near to.
 
 Source: Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", 1961; du
 Merle, Villeneuve, Desrosiers and Hansen, "Stabilized column generation", 1999.
+
+**Integer prices.** Where prices are integers, so is the worth of a set: of a sum of 31, with 6
+devices, some device holds 6 rather than 5.17. So a sum of one more than a multiple of the devices
+proves most, and prices are rounded to that. Searches with integer prices also keep few labels, as
+few sets differ in worth, and their results are exact.
+
+Source: Chvátal, "Edmonds polytopes and a hierarchy of combinatorial problems", 1973; Fekete and
+Schepers, "New classes of fast lower bounds for bin packing problems", 2001, for rounded sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
-from math import inf
+from math import floor, inf
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from placer.solver.bounds.work_sharing import prices_of_work
 from placer.solver.cpsat.runner import PER_WORK
-from placer.solver.free.integer_prices import Whole, whole_part, whole_prices
 from placer.solver.free.set_covering import Covering, Owned
 from placer.solver.free.set_graph import SetGraph, set_graph
 from placer.solver.free.subset_sweep import Found, Stopped, Subsets
 from placer.solver.problem import HALVINGS, ROUNDING, Problem
 from placer.solver.reduce import Reduction
+
+MOST_SCALE = 40
+"""The largest integer worth of a set of full load: larger ones take many labels."""
+
+Whole = NDArray[np.int64]
+
+
+def whole_prices(
+    prices: Sequence[float], shares: Sequence[tuple[int, float]], free: Callable[[Whole], int]
+) -> Iterator[tuple[Whole, list[int]]]:
+    """Yield prices rounded in several ways, with each kind's least share of them.
+
+    Args:
+        prices: by node; a set of the most load is worth about one.
+        shares: by kind of the devices that pay for transfers, their number, and the most that each
+            holds.
+        free: returns the most that the other devices hold of integer prices.
+    """
+    for scale in range(1, MOST_SCALE + 1):
+        scaled = np.maximum(0.0, np.array(prices) * scale)
+        rounded = np.floor(scaled + 0.5).astype(np.int64)
+        held, surplus = _less_than_all(rounded, shares, free)
+        trimmed = _trimmed(rounded, scaled, surplus)
+        for whole, most in ((rounded, held), (trimmed, _less_than_all(trimmed, shares, free)[0])):
+            if surplus >= 0:
+                yield whole, [one + 1 for one in most]
+
+
+def _less_than_all(
+    whole: Whole, shares: Sequence[tuple[int, float]], free: Callable[[Whole], int]
+) -> tuple[list[int], int]:
+    """Return, by kind, what each device may hold so that all hold less than there is.
+
+    And by how much it is more than one less.
+
+    What is left over is negative where nothing needs to be held.
+    """
+    left = int(whole.sum()) - free(whole) - 1
+    each = left / sum(count * share for count, share in shares)
+    held = [max(0, whole_part(each * share)) for _, share in shares]
+    left -= sum(count * most for (count, _), most in zip(shares, held, strict=True))
+    for kind in sorted(range(len(shares)), key=lambda kind: held[kind] - each * shares[kind][1]):
+        if shares[kind][0] <= left:
+            held[kind], left = held[kind] + 1, left - shares[kind][0]
+    return held, left
+
+
+def _trimmed(rounded: Whole, scaled: NDArray[np.float64], surplus: int) -> Whole:
+    """Return the prices with one less for the nodes that were rounded up the most."""
+    order = np.argsort(scaled - rounded, kind="stable")
+    trimmed = rounded.copy()
+    trimmed[order[rounded[order] > 0][:surplus]] -= 1
+    return trimmed
+
+
+def whole_part(worth: float) -> int:
+    """Return the largest integer that a worth with rounding errors may be."""
+    return floor(worth + 1e-6)
 
 
 class _Labels(NamedTuple):

@@ -7,7 +7,7 @@ counting bound ─▶ pair search ─▶ column generation ─▶ integer progra
          integer program, other rounds ◀─ column generation ◀─ integer program, a first round
 
 Where pairs of devices cannot be judged alone, nodes move one by one (``local_search.py``). A few
-devices redivide their nodes with the integer program (``neighbourhood_search.py``), also between
+devices redivide their nodes with the integer program (``local_search.py``), also between
 its rounds.
 
 With few nodes, the placement of the pair search is mostly the best. It is then proven right away,
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from placer.schema.base import PROVEN_GAP
 from placer.solver.cpsat.model import PlacementModel, worth_building
-from placer.solver.free import local_search, neighbourhood_search, pair_search, set_graph
+from placer.solver.free import local_search, pair_search, set_graph
 from placer.solver.free.column_generation import GROUPS, share_bound
 from placer.solver.free.counting_bound import count_bound
 from placer.solver.free.loads import loads_add_up
@@ -242,9 +242,9 @@ def _redivide(search: Search, share: float) -> None:
     if (
         search.best is not None
         and search.enough is None
-        and neighbourhood_search.applies(search.problem)
+        and local_search.can_redivide(search.problem)
     ):
-        found = neighbourhood_search.improved(
+        found = local_search.redivided(
             search.problem, search.best, search.quietly, lambda: search.over(share)
         )
         search.offer(found, "local search")

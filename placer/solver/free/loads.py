@@ -7,9 +7,8 @@ from itertools import chain
 from math import inf
 
 from placer.schema import Link
-from placer.solver.nets import Net, exchanges
 from placer.solver.problem import Problem
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Net, Reduction, exchanges
 
 Times = list[list[float]]
 LinkRate = tuple[float, float]
@@ -53,10 +52,7 @@ class Loads:
             for node in (net.source, *net.readers):
                 self.nets_of[node].append(place)
         devices = range(len(problem.devices))
-        self.work_ms = [
-            [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices]
-            for layers in nodes.nodes
-        ]
+        self.work_ms = [[problem.work_ms(layers, d) for d in devices] for layers in nodes.nodes]
 
     def by_device(self, devices: Sequence[int]) -> list[float]:
         """Return, by device, its load, in milliseconds.

@@ -67,24 +67,6 @@ def applies(problem: Problem, nodes: Reduction) -> bool:
     return judged and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
 
 
-def improved(
-    problem: Problem, nodes: Reduction, start: Sequence[int], over: Over, enough: float = 0.0
-) -> list[int] | None:
-    """Return the best assignment found from a start.
-
-    Args:
-        problem: the placement problem, of the kind that ``applies`` names.
-        nodes: its layers, joined where they must be together.
-        start: by layer, its device; it meets all requirements.
-        over: counts work; ends the search.
-        enough: a bottleneck that ends the search, as no smaller one exists.
-
-    Returns:
-        By layer, its device; None where two devices hold too much to redivide.
-    """
-    return PairSearch(problem, nodes).improved(start, over, enough)
-
-
 class PairSearch:
     """The search, which can be continued and remembers failed divisions.
 

@@ -1,7 +1,7 @@
 """All ways in which two devices may redivide their nodes, enumerated by a sweep.
 
 The nodes are taken one by one, each to one device or the other. Earlier decisions matter later only
-through the nets that are open, as in ``sweep_orders.py``, and through the loads so far::
+through the nets that are open, as in ``subset_sweep.py``, and through the loads so far::
 
     nodes taken ──▶ │ border │ ──▶ nodes to come     label: state of the border, both loads
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from placer.schema.base import LONGEST_MS
 from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.free.loads import Loads
-from placer.solver.free.sweep_orders import Pins, order_of
+from placer.solver.free.subset_sweep import Pins, order_of
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 

@@ -9,10 +9,9 @@ from itertools import permutations
 from math import inf
 
 from placer.schema import Link
-from placer.solver.free.sweep_orders import Pins, Step, sweep
-from placer.solver.nets import best_link, joined_nets
+from placer.solver.free.subset_sweep import Pins, Step, sweep
 from placer.solver.problem import Problem
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Reduction, best_link, joined_nets
 
 MANY = 100
 """Pairs of a node and a device from which proofs by sets beat the integer program."""
@@ -98,7 +97,8 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     if best is None or len(nodes.nodes) > MOST_NODES:
         return None
     cuts = {link: _cuts(problem, nodes, link) for link in {best, *links.values()}}
-    work = _work_of_nodes(problem, nodes)
+    devices = range(len(problem.devices))
+    work = [[problem.work_ms(layers, device) for layers in nodes.nodes] for device in devices]
     least = [min(work[device][node] for device in paying) for node in range(len(nodes.nodes))]
     if not any(least):
         return None
@@ -141,15 +141,3 @@ def _cuts(
         nets[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
     steps = sweep(len(nodes.nodes), nets)
     return (steps, nets) if steps is not None else (sweep(len(nodes.nodes), {}) or [], {})
-
-
-def _work(problem: Problem, layers: Sequence[int], device: int) -> float:
-    return sum(problem.compute_ms(layer, device) for layer in layers)
-
-
-def _work_of_nodes(problem: Problem, nodes: Reduction) -> list[list[float]]:
-    """Return by device and node the work of the node on the device."""
-    return [
-        [_work(problem, layers, device) for layers in nodes.nodes]
-        for device in range(len(problem.devices))
-    ]

@@ -105,10 +105,7 @@ class _Listing:
         self._problem, self._blocks, self._capacity = problem, blocks, capacity
         self._link_times = LinkTimes.from_problem(problem)
         devices = range(len(problem.devices))
-        self._work_ms = [
-            [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices]
-            for layers in blocks.nodes
-        ]
+        self._work_ms = [[problem.work_ms(layers, d) for d in devices] for layers in blocks.nodes]
         self._size_bytes = [0] * len(blocks.nodes)
         for layers, size in zip(nodes.nodes, capacity.size_bytes, strict=True):
             self._size_bytes[blocks.node_of[layers[0]]] += size

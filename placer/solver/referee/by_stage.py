@@ -1,6 +1,6 @@
 """The referee's own check of stages that each have a number of replicas of their own.
 
-It implements the formulas in the docstring of ``solver/replicas/by_stage/group_costs.py`` a second
+It implements the formulas in the docstring of ``solver/replicas/group_costs.py`` a second
 time: units, shares, messages, passes, memory and loads.
 """
 

@@ -7,7 +7,6 @@ It shares nothing with the solver, and implements the formulas in the docstring 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from fractions import Fraction
 from math import ceil, floor
 from typing import Any
@@ -26,8 +25,6 @@ from placer.solver.referee.claims import close, equal, near
 from placer.solver.referee.latency import latency_ms
 from placer.solver.referee.loads import busiest_ms, times_of
 from placer.solver.referee.memory import Memory
-
-Where = Mapping[str, str]
 
 _Value = tuple[str, frozenset[str], int]
 """A value by its source, its readers, and its number among the values with equal ones."""

@@ -1,16 +1,24 @@
 """The referee's own computation of a step: passes and transfers are events on a longest path.
 
-A steady-state step is the longest cycle of events (see ``steady_state.py``). The order of passes
-comes from ``placer.schedule``: it is data that execution follows too. Otherwise the referee shares
-nothing with the solver, and implements the formulas in the docstrings of ``costs.py`` and
-``placer.schedule`` a second time.
+The order of passes comes from ``placer.schedule``: it is data that execution follows too. Otherwise
+the referee shares nothing with the solver, and implements the formulas in the docstrings of
+``costs.py`` and ``placer.schedule`` a second time.
+
+**A steady-state step** is the longest cycle of events. Events wait for others of their step, and
+for some of the step before. A chain of events, each of which waits for the next, that returns to
+its start after k steps delays each step by a k-th of its time. The longest such mean is the time of
+a step. It is found by improvement. From the mean of some chain, longest paths are followed, where
+each step forward costs the mean. If paths grow without limit, they go round a longer chain, whose
+mean is the next. If they do not, there is no longer chain.
+
+Source: Lawler, "Combinatorial Optimization: Networks and Matroids", 1976, section 3.13.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from graphlib import TopologicalSorter
 from math import inf
@@ -18,11 +26,87 @@ from typing import Any
 
 from placer.schedule import Pipeline, Plan, Transfer, plan, roomy_plans, steady_state_ms, step_ms
 from placer.schema import Edge, Layer, Placement, PlacementRequest
-from placer.solver.referee import recompute, steady_state
+from placer.solver.referee import recompute
 from placer.solver.referee.claims import equal, near, require
 
-Where = Mapping[str, str]
 Event = tuple[Any, ...]
+Waits = Mapping[Event, Set[Event]]
+
+ROUNDING = 1e-12
+"""Relative increase, of all work of a step, from which a path counts as longer."""
+
+
+def longest_mean(waits: Waits, carried: Waits, duration: Callable[[Event], float]) -> float:
+    """Return the longest time per step of all chains that repeat.
+
+    Args:
+        waits: by event, the events of the same step that it waits for.
+        carried: by event, the events of the step before that it waits for.
+        duration: of an event.
+    """
+    search = _Search(waits, carried, duration)
+    mean, longer = 0.0, search.longer_than(0.0)
+    while longer is not None and longer > mean:
+        mean, longer = longer, search.longer_than(longer)
+    return mean
+
+
+class _Search:
+    def __init__(self, waits: Waits, carried: Waits, duration: Callable[[Event], float]) -> None:
+        order = list(TopologicalSorter(waits).static_order())
+        self._time = {event: duration(event) for event in order}
+        self._before = {
+            event: [
+                *((one, 0) for one in waits.get(event, ())),
+                *((one, 1) for one in carried.get(event, ())),
+            ]
+            for event in order
+        }
+        self._way = dict.fromkeys(order, 0.0)
+        self._least = ROUNDING * sum(self._time.values())
+
+    def longer_than(self, mean: float) -> float | None:
+        """Return the mean of a chain with a larger mean, or None without such a chain."""
+        predecessors: dict[Event, tuple[Event, int]] = {}
+        while self._extend(mean, predecessors):
+            found = self._round(predecessors)
+            if found is not None:
+                return found
+        return None
+
+    def _extend(self, mean: float, predecessors: dict[Event, tuple[Event, int]]) -> bool:
+        """Extend the paths by a step; return whether any is longer than the known one."""
+        longer = False
+        for event, before in self._before.items():
+            for other, steps in before:
+                way = self._way[other] + self._time[other] - steps * mean
+                if way > self._way[event] + self._least:
+                    self._way[event], predecessors[event] = way, (other, steps)
+                    longer = True
+        return longer
+
+    def _round(self, predecessors: Mapping[Event, tuple[Event, int]]) -> float | None:
+        """Return the mean of a chain that a way goes round."""
+        seen: dict[Event, int] = {}
+        for number, start in enumerate(predecessors):
+            event = start
+            while event in predecessors and event not in seen:
+                seen[event] = number
+                event = predecessors[event][0]
+            if seen.get(event) == number and event in predecessors:
+                return self._mean(event, predecessors)
+        return None
+
+    def _mean(self, start: Event, predecessors: Mapping[Event, tuple[Event, int]]) -> float:
+        total, steps, event = 0.0, 0, start
+        while True:
+            event, passed = predecessors[event]
+            total, steps = total + self._time[event], steps + passed
+            if event == start:
+                return total / steps
+
+
+Where = Mapping[str, str]
 Pair = tuple[int, int]
 
 
@@ -235,9 +319,7 @@ class StepReading:
     @cached_property
     def steady_state_ms(self) -> float:
         """Return the time of a steady-state step."""
-        return steady_state.longest_mean(
-            self._waits | self._optimizers(), self._carried(), self._duration
-        )
+        return longest_mean(self._waits | self._optimizers(), self._carried(), self._duration)
 
     @cached_property
     def isolated_ms(self) -> float:

@@ -29,8 +29,7 @@ from placer.solver.bounds import work_sharing
 from placer.solver.cpsat.runner import PER_WORK, Meter
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.replicas import replica_answer, replica_shapes
-from placer.solver.replicas.by_stage import group_answer
-from placer.solver.replicas.by_stage.group_search import GroupSearch
+from placer.solver.replicas.group_search import GroupSearch
 from placer.solver.replicas.replica_shapes import Shape
 from placer.solver.replicas.replication import Replication
 from placer.solver.replicas.uneven_shares import UnevenShares
@@ -291,7 +290,7 @@ class ReplicaSearch:
         self.groups = groups
         groups.search(self._value)
         if groups.best is not None:
-            self._offer(group_answer.placement_of_groups(self.request, groups.best))
+            self._offer(replica_answer.placement_of_groups(self.request, groups.best))
 
     def _bounds(self) -> list[float]:
         """Return a bound of each shape that is not proven infeasible."""
@@ -308,7 +307,7 @@ class ReplicaSearch:
         if self.shares is not None:
             found += replica_answer.choices_of_shares(self.request, self.shares)
         if self.groups is not None and self.request.objective == "step":
-            found += group_answer.choices_of_groups(self.groups)
+            found += replica_answer.choices_of_groups(self.groups)
         return found
 
     def _offer(self, placement: Placement) -> None:

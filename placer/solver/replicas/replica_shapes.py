@@ -20,10 +20,10 @@ from typing import Any
 
 from placer.schema import Constraints, Device, Placement, PlacementRequest, Profile
 from placer.schema.request import OBJECTIVES_OF_REPLICAS
-from placer.solver.replicas.interpolation import profile_of_share
 from placer.solver.replicas.replication import (
     Links,
     Replication,
+    profile_of_share,
     replication,
     shared_profile,
 )

@@ -41,8 +41,13 @@ from placer.schema.base import PROVEN_GAP
 from placer.solver import costs
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.replicas.gradient_exchange import piece_forwards, piece_tails
-from placer.solver.replicas.interpolation import can_interpolate, profile_of_share
-from placer.solver.replicas.replication import Replication, replication, shared_profile
+from placer.solver.replicas.replication import (
+    Replication,
+    can_interpolate,
+    profile_of_share,
+    replication,
+    shared_profile,
+)
 
 Times = NDArray[np.float64]
 

@@ -173,8 +173,7 @@ def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRe
 
     def rank(asked: PlacementRequest) -> tuple[bool, float]:
         problem = Problem.from_request(asked)
-        index = {device.name: number for number, device in enumerate(problem.devices)}
-        result = costs.evaluate(problem, [index[where[layer.name]] for layer in problem.layers])
+        result = costs.evaluate(problem, problem.assignment_of(where))
         return (
             (True, inf)
             if result is None

@@ -23,7 +23,7 @@ holds any nodes of::
 So the step is at least the smallest X for which K stages, each with work (X - way - wait) / n, can
 hold all work, one after the other; no two share a block of one node. Times assume the fastest
 devices, and transfers are left out. In a steady-state step, a stage's own passes and its slot (see
-``exchange_bounds.py``) also count without a way::
+``gradient_exchange.py``) also count without a way::
 
     n * work + wait + slot  <=  step        wait and slot of a stage
 
@@ -44,7 +44,7 @@ from placer.schedule import in_flight
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
 from placer.solver.problem import HALVINGS, ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction
-from placer.solver.replicas.exchange_bounds import LayerMs, SlotBound
+from placer.solver.replicas.gradient_exchange import LayerMs, SlotBound
 
 Arcs = set[tuple[int, int]]
 Vector = NDArray[np.float64]

@@ -119,9 +119,7 @@ def _step(
 ) -> Step:
     """Return the step of the placement with renamed devices."""
     problem = best.problem
-    number = {device.name: index for index, device in enumerate(problem.devices)}
-    devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]
-    result = costs.costs_of(problem, devices)
+    result = costs.costs_of(problem, problem.assignment_of(placement.layer_devices))
     assert result.pipeline is not None and result.plan is not None
     pipeline, plan = result.pipeline, result.plan
     optimizer = pipeline.optimizer_by_device()

@@ -1,8 +1,8 @@
 r"""Lower bounds on the step of every placement, for one number of micro-batches and one schedule.
 
-These hold for an isolated step; ``steady_state_bounds.py`` has the bounds of steady-state steps.
-With n micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a
-micro-batch passes through in the stages before it (behind it)::
+These hold for an isolated step; those of steady-state steps follow below. With n micro-batches, f
+and b the passes of a stage, c = f + b, and before (behind) what a micro-batch passes through in the
+stages before it (behind it)::
 
     any placement       before + n * c of every device, and without weight halves that run apart
                         before + n * c + the way back; of some of a node's passes, their heads and
@@ -26,6 +26,26 @@ counts on its fastest device. The bound of a whole cut of a row is the largest o
 dynamic program finds the cut with the smallest bound (see ``optimal_cuts.py``). In an enumeration
 of cuts the first stages are known: the end of the first stage, and the transfers between them, are
 added.
+
+**Steady state.** A device begins a step after its last pass of the step before and its optimizer.
+So a step takes at least the time from a device's first pass to its last, and the optimizer. With n
+micro-batches, f and b the passes of a stage, o its optimizer, c = f + b, and behind what a
+micro-batch passes through in the stages behind it::
+
+    any placement       n * c + o of every device, and what nothing hides of the exchange with its
+                        replicas (see ``gradient_exchange.py``); the way from a layer that reads
+                        nothing to any other, all micro-batches through that, and the way back,
+                        after which the first one's device has its next step; if contiguous, what
+                        filling the pipeline takes (see ``fill_bound.py``)
+    a row of stages     n * c + o + wait, the stage's own passes
+                        before + n * c + wait, without weight halves that run apart; the whole
+                        way + (n - 1) * f, and the same with b: all of this between the first
+                        pass of the first stage and its last
+                        n * a transfer at a cut, which follow one another on a lane
+
+A stage waits as in an isolated step for what is behind it: wait(f) +
+wait(b) under 1f1b and fill-drain, wait(f) under zero-bubble. In inference nothing comes back, and
+stages wait for nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +55,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,9 +67,10 @@ from placer.solver.bounds.simple_bounds import fastest_ms
 from placer.solver.bounds.work_sharing import least_work
 from placer.solver.chain import optimal_cuts
 from placer.solver.chain.optimal_cuts import Counts, CutTable
-from placer.solver.problem import ROUNDING, Problem
+from placer.solver.problem import ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction
-from placer.solver.step import fill_bound, one_machine_bound, steady_state_bounds
+from placer.solver.replicas.gradient_exchange import SlotBound, slot_bounds
+from placer.solver.step import fill_bound, one_machine_bound
 
 Table = NDArray[np.float64]
 Matrix = Sequence[Sequence[float]]
@@ -75,7 +98,7 @@ def any_placement(
         return 0.0
     awaited_ms = _awaited_ms(problem)
     if pipelines.is_steady_state(problem):
-        return steady_state_bounds.any_placement(problem, nodes, awaited_ms, over) * (1 - ROUNDING)
+        return _any_steady_state(problem, nodes, awaited_ms, over) * (1 - ROUNDING)
     parts = itertools.takewhile(lambda _: not over(), (_spans, fill_bound.filling))
     passes = max((part(problem, nodes, awaited_ms) for part in parts), default=0.0)
     # In an isolated step the optimizer starts after all passes, so the two bounds add up.
@@ -244,13 +267,13 @@ class StepTable(CutTable):
     def _transfers(self) -> tuple[Table, Table]:
         """Return, by node, the time of one micro-batch over a cut before it, both ways."""
         there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
-        links = [link for row in self.problem.links for link in row if link is not None]
-        for value in self.problem.values if links else ():
+        quickest_ms = self.problem.quickest_ms
+        for value in self.problem.values:
             node = self.nodes.node_of[value.source]
             if node + 1 in self.nodes.holding(value.readers):
-                there[node + 1] += min(link.transfer_ms(value.bytes) for link in links)
+                there[node + 1] += quickest_ms(value.bytes)
                 if value.gradient_bytes:
-                    back[node + 1] += min(link.transfer_ms(value.gradient_bytes) for link in links)
+                    back[node + 1] += quickest_ms(value.gradient_bytes)
         return there, back
 
     def _bound(self, device: int, stages_left: int) -> tuple[Any, Any]:
@@ -428,3 +451,71 @@ def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable 
         return None
     found = StepTable(problem, nodes, bottleneck, classes)
     return found if found.intervals.exact else None
+
+
+Arcs = Sequence[tuple[int, int]]
+
+MOST_STARTS = 8
+"""Layers that read nothing from which ways are computed, each a pass over the graph."""
+
+
+def _any_steady_state(
+    problem: Problem,
+    nodes: Reduction,
+    awaited_ms: Sequence[Sequence[float]],
+    over: Callable[[], bool] = lambda: False,
+) -> float:
+    """Return a lower bound on every steady-state step, in milliseconds.
+
+    Args:
+        problem: the placement problem.
+        nodes: its layers in nodes.
+        awaited_ms: by layer and device, what others wait for of a backward pass.
+        over: asked before the longer parts of this.
+    """
+    shared = [
+        (least_work(problem, nodes, partial(_work_ms, problem, slot)) - slot.less_ms, slot)
+        for slot in slot_bounds(problem)
+    ]
+    work_ms, slot = max(shared, key=itemgetter(0))
+    least = max(work_ms, _way_and_back(problem, awaited_ms))
+    if over():
+        return least
+    return fill_bound.filling_of_steady_state(problem, nodes, awaited_ms, slot, least)
+
+
+def _work_ms(problem: Problem, slot: SlotBound, layer: int, device: int) -> float:
+    """Return the time that a layer keeps a device busy in a step."""
+    passes_ms = problem.request.chunks * problem.compute_ms(layer, device)
+    return passes_ms + slot.layer_ms(layer, device)
+
+
+def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> float:
+    """Return the longest way to a layer, through it with all micro-batches, and back."""
+    forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
+    there, back = arcs_of(problem.values), fill_bound.gradient_arcs(problem)
+    read = {reader for _, reader in there}
+    starts = [layer for layer in range(len(problem.layers)) if layer not in read][:MOST_STARTS]
+    #     way to l    F F F .. F  B .. B   way back     n micro-batches pass through l one by one;
+    #                 |-- n passes ------|              the ways above already contain one of them
+    further = [
+        (problem.request.chunks - 1) * (one + other)
+        for one, other in zip(forward, awaited, strict=True)
+    ]
+    ways = [
+        zip(_ways_from(s, forward, there), _ways_from(s, awaited, back), further, strict=True)
+        for s in starts
+    ]
+    return max(sum(way) for by_layer in ways for way in by_layer)
+
+
+def _ways_from(start: int, time_ms: Sequence[float], arcs: Arcs) -> list[float]:
+    """Return, by layer, the longest path to it from one layer, both included.
+
+    Every arc runs with the layers' order.
+    """
+    way = [-inf] * len(time_ms)
+    way[start] = time_ms[start]
+    for source, reader in sorted(arcs):
+        way[reader] = max(way[reader], way[source] + time_ms[reader])
+    return way

@@ -48,7 +48,7 @@ def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: in
     device_of = [devices[0]] * len(nodes.nodes)
     done = 0.0
     for node in order:
-        work = sum(problem.compute_ms(layer, devices[0]) for layer in nodes.nodes[node]) / whole[0]
+        work = problem.work_ms(nodes.nodes[node], devices[0]) / whole[0]
         middle = (done + work / 2) * ends[-1]
         turn = min(bisect(ends, middle), len(ends) - 1)
         device_of[node] = devices[turn % len(devices)]
@@ -99,13 +99,6 @@ def kicked(
             break
         found = random.choice(options)()
     return found
-
-
-def neighbours(
-    problem: Problem, nodes: Reduction, assignment: Sequence[int]
-) -> Iterator[list[int]]:
-    """Yield assignments a small change away: nodes across a cut, or two devices swapped."""
-    return (change() for change in changes(problem, nodes, assignment))
 
 
 def changes(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> Iterator[Change]:

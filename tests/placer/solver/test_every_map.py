@@ -5,9 +5,8 @@ from itertools import product
 import pytest
 
 from placer.schema import Constraints
-from placer.solver import costs, search
+from placer.solver import costs, every_map, search
 from placer.solver.cpsat.runner import Meter
-from placer.solver.enumeration import every_map
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
 

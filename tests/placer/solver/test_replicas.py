@@ -18,8 +18,8 @@ from placer.schema import Cluster, Constraints, Device, Link, Rate, Replica
 from placer.solver.check import check
 from placer.solver.problem import Problem
 from placer.solver.replicas import uneven_shares
-from placer.solver.replicas.interpolation import profile_of_share
 from placer.solver.replicas.replica_shapes import shapes
+from placer.solver.replicas.replication import profile_of_share
 from placer.solver.replicas.uneven_shares import _fairest
 from placer.solver.solve import solve
 

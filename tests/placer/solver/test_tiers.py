@@ -15,8 +15,8 @@ from placer import GenerationOptions, Placement, PlacementRequest, Profile, solv
 from placer.errors import InputError, PlacementError
 from placer.report.explain import proven
 from placer.schema import Cluster, Device, Edge, Layer, Link, Rate, TiedParameters
-from placer.solver import tiers
 from placer.solver.check import check
+from placer.solver.latency import host_weights
 from placer_server.judge.timeline import timeline
 
 AMPLE = 10**9
@@ -192,7 +192,7 @@ def test_the_search_is_near_the_best_and_its_bound_below(seed, devices, share, m
     if best(asked, may_rest=False) is not None:
         return
     expected = best(asked)
-    monkeypatch.setattr(tiers, "FEW", 0)
+    monkeypatch.setattr(host_weights, "FEW", 0)
     found = solve(asked)
     if expected is None:
         assert not found.layer_devices

@@ -21,7 +21,7 @@ from placer.schema import (
 )
 from placer.schema.joint import JointPlacement, JointRequest, ProfiledModel
 from placer.solver.check import check
-from placer.solver.check_together import check_together
+from placer.solver.referee.joint import check_together
 from placer.solver.solve import solve
 from placer.solver.together import divided, solve_together
 

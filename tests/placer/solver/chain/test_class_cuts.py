@@ -7,7 +7,7 @@ import pytest
 from small_graphs import least_bottleneck
 
 from placer.solver import costs
-from placer.solver.chain import class_cuts, optimal_cuts
+from placer.solver.chain import initial_placements, optimal_cuts
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 
@@ -47,7 +47,7 @@ def on_two_hosts(chain, first_ms, then_ms, size_bytes):
 def bottlenecks(problem):
     return [
         costs.evaluate(problem, devices).objective_value
-        for devices in class_cuts.cuts(problem, reduced(problem))
+        for devices in initial_placements.cuts(problem, reduced(problem))
     ]
 
 
@@ -81,10 +81,10 @@ def test_memory_is_that_of_each_device(chain):
     for a, b in itertools.product((0, 1), (2, 3)):
         links[a][b] = links[b][a] = links[a][b].model_copy(update={"latency_s": 0.001})
     problem = replace(problem, devices=tuple(rooms), links=tuple(map(tuple, links)))
-    for devices in class_cuts.cuts(problem, reduced(problem)):
+    for devices in initial_placements.cuts(problem, reduced(problem)):
         assert max(map(devices.count, (0, 1))) <= 1
 
 
 def test_where_all_links_are_alike_there_is_no_such_cut(chain):
     problem = Problem.from_request(chain([1.0] * 4, devices=4))
-    assert not list(class_cuts.cuts(problem, reduced(problem)))
+    assert not list(initial_placements.cuts(problem, reduced(problem)))

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from placer.schema import Cluster, Device, Edge, Layer, PlacementRequest, Profile
-from placer.solver.chain import inference_peaks as by_run
-from placer.solver.chain.inference_peaks import inference_moments
+from placer.solver.chain import interval_peaks as by_run
+from placer.solver.chain.interval_peaks import inference_moments
 from placer.solver.problem import Problem
 
 SIZES = (0, 0, 1, 2, 3, 5, 8, 2**50 + 1)

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
-from placer.solver.chain import optimal_cuts, refined_cuts
+from placer.solver.chain import optimal_cuts
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.referee.loads import busiest_ms
@@ -78,7 +78,7 @@ def of_four_runs(monkeypatch):
 
 def cuts(problem, nodes, left_s=inf):
     first = optimal_cuts.best_cut(problem, nodes)
-    return first, list(refined_cuts.finer_cuts(problem, nodes, first.devices, lambda: left_s))
+    return first, list(optimal_cuts.finer_cuts(problem, nodes, first.devices, lambda: left_s))
 
 
 def test_an_order_that_is_first_cut_between_few_runs_as_its_values_have_many_ends_is_cut_anywhere(
@@ -110,7 +110,7 @@ def test_the_last_cut_is_the_best_of_all_and_proven(seed, memory_bytes, of_four_
 def test_where_runs_stay_few_each_cut_is_better_than_the_one_before(
     seed, of_four_runs, monkeypatch
 ):
-    monkeypatch.setattr(refined_cuts, "MOST_RUNS", 8)
+    monkeypatch.setattr(optimal_cuts, "MOST_RUNS", 8)
     request = row(Random(seed), layers=40, devices=3)
     problem = Problem.from_request(request)
     first, found = cuts(problem, reduced(problem))
@@ -130,7 +130,7 @@ def test_where_runs_stay_few_each_cut_is_better_than_the_one_before(
 
 
 def test_some_cut_between_few_runs_is_made_better(of_four_runs, monkeypatch):
-    monkeypatch.setattr(refined_cuts, "MOST_RUNS", 8)
+    monkeypatch.setattr(optimal_cuts, "MOST_RUNS", 8)
     problem = Problem.from_request(row(Random(0), layers=40, devices=3))
     first, found = cuts(problem, reduced(problem))
     assert found[-1].value < first.value
@@ -158,7 +158,7 @@ def test_an_order_of_few_nodes_was_looked_at_already():
 @pytest.mark.parametrize("reach", [1, 2, 6, 31, 200])
 @pytest.mark.parametrize("most", [0, 1, 4, 28, 300])
 def test_distances_rise_from_beside_a_border_to_the_end_of_its_neighbourhood(reach, most):
-    steps = refined_cuts._steps(reach, most)
+    steps = optimal_cuts._steps(reach, most)
     assert len(steps) == max(1, min(most, reach))
     assert steps[-1] == reach
     assert all(one < other for one, other in itertools.pairwise(steps))

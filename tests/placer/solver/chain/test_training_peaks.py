@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from placer.solver import memory
-from placer.solver.chain.training_peaks import TrainingMoments
+from placer.solver.chain.interval_peaks import TrainingMoments
 from placer.solver.problem import Problem
 
 

@@ -9,7 +9,7 @@ from small_graphs import best_of, drawn
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import costs
 from placer.solver.contiguous import stage_search
-from placer.solver.contiguous.part_bounds import part_of, parts
+from placer.solver.contiguous.stage_search import part_of, parts
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.search import Search

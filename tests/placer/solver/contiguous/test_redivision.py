@@ -9,7 +9,7 @@ from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs
-from placer.solver.contiguous import redivision, stage_scope
+from placer.solver.contiguous import redivision, stage_program
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.solve import Portfolio
@@ -29,7 +29,7 @@ def search_from(problem, devices):
 @given(request=small_requests(objectives=("throughput",)))
 def test_what_is_one_group_is_divided_at_best(request):
     problem = Problem.from_request(request)
-    assume(stage_scope.bounds(problem))
+    assume(stage_program.bounds(problem))
     nodes = reduced(problem)
     assume(all(nodes.allowed))
     numbers = random.Random(0)
@@ -45,7 +45,7 @@ def test_what_is_one_group_is_divided_at_best(request):
     result = costs.judged(problem, search.best)
     assert result.objective_value == search.value <= start
     if (
-        stage_scope.applies(problem)
+        stage_program.applies(problem)
         and problem.most_devices - 1 <= len(result.stages) <= redivision.MOST
     ):
         assert search.value == pytest.approx(

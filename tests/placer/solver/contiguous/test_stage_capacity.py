@@ -14,9 +14,8 @@ from placer.schema import Constraints
 from placer.solver import costs
 from placer.solver.check import check
 from placer.solver.contiguous import class_orders
-from placer.solver.contiguous.class_orders import ClassOrders
+from placer.solver.contiguous.class_orders import ClassOrders, StageCapacity
 from placer.solver.contiguous.order_search import find_any
-from placer.solver.contiguous.stage_capacity import StageCapacity
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.solve import Portfolio, solve

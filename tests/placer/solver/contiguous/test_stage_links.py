@@ -8,9 +8,8 @@ from hypothesis import assume, given
 from small_requests import examples, small_requests
 
 from placer.schema import Cluster, Device, Link
-from placer.solver.contiguous import stage_scope
-from placer.solver.contiguous.stage_program import StageModel
-from placer.solver.contiguous.stage_scope import quickest_everywhere, stage_links
+from placer.solver.contiguous import stage_program
+from placer.solver.contiguous.stage_program import StageModel, quickest_everywhere, stage_links
 from placer.solver.cpsat.runner import Limits
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -23,7 +22,7 @@ SETTINGS = examples(80)
 @given(request=small_requests(objectives=("throughput",)))
 def test_no_assignment_is_below_their_bound(request):
     problem = Problem.from_request(request)
-    assume(stage_scope.bounds(problem) and not stage_scope.applies(problem))
+    assume(stage_program.bounds(problem) and not stage_program.applies(problem))
     nodes = reduced(problem)
     assume(all(nodes.allowed))
     best = brute_force(request, True)

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from small_requests import examples, small_requests
 
 from placer.solver import costs
-from placer.solver.contiguous import stage_scope
+from placer.solver.contiguous import stage_program
 from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.cpsat.runner import Limits
 from placer.solver.problem import Problem
@@ -19,7 +19,7 @@ SETTINGS = examples(170)
 @given(request=small_requests(objectives=("throughput",)))
 def test_its_optimum_is_that_of_trying_every_assignment(request):
     problem = Problem.from_request(request)
-    assume(stage_scope.applies(problem))
+    assume(stage_program.applies(problem))
     nodes = reduced(problem)
     assume(all(nodes.allowed))
     answer = StageModel(problem, nodes, upper=100.0).solve(Limits(60))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from placer.solver import costs
-from placer.solver.contiguous import stage_scope
+from placer.solver.contiguous import stage_program
 from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.contiguous.transfer_windows import narrowed_windows
 from placer.solver.cpsat.runner import Limits
@@ -17,7 +17,7 @@ from placer.solver.reduce import reduced
 def test_they_leave_the_optimum_where_it_is(enumerated):
     narrower = 0
     for problem, nodes, best in enumerated:
-        if not stage_scope.applies(problem):
+        if not stage_program.applies(problem):
             continue
         wide, windows = stage_windows(problem, nodes, best), narrowed_windows(problem, nodes, best)
         narrower += windows != wide

@@ -11,7 +11,7 @@ from small_requests import examples, small_requests
 
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver.cpsat.runner import Meter
-from placer.solver.free import column_generation, sweep_orders
+from placer.solver.free import column_generation, subset_sweep
 from placer.solver.free.set_covering import Covering
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -127,7 +127,7 @@ def test_devices_a_hundred_times_slower_take_little_of_the_bound(chain):
 
 def test_values_that_too_many_read_are_cut_for_nothing(chain, monkeypatch):
     """Where a border has too many states what is left is work, and how many layers fit."""
-    monkeypatch.setattr(sweep_orders, "MOST_STATES", 1)
+    monkeypatch.setattr(subset_sweep, "MOST_STATES", 1)
     problem = Problem.from_request(
         chain([1.0] * 7, devices=3, value_bytes=1, constraints=Constraints(contiguous=False))
     )

@@ -11,7 +11,7 @@ from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver.free import column_generation
-from placer.solver.free.integer_prices import whole_part, whole_prices
+from placer.solver.free.column_generation import whole_part, whole_prices
 from placer.solver.free.set_graph import set_graph
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced

@@ -25,6 +25,10 @@ def every_placement(problem):
             yield result.objective_value, list(devices)
 
 
+def improved(problem, start, over, enough=0.0):
+    return pair_search.PairSearch(problem, reduced(problem)).improved(start, over, enough)
+
+
 @examples(60)
 @given(asked=small_requests(objectives=("throughput",)))
 def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
@@ -35,7 +39,7 @@ def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
     assume(pair_search.applies(problem, reduced(problem)))
     placements = sorted(every_placement(problem))
     assume(placements)
-    found = pair_search.improved(problem, reduced(problem), placements[-1][1], lambda work: False)
+    found = improved(problem, placements[-1][1], lambda work: False)
     result = costs.evaluate(problem, found)
     assert costs.allowed(problem, found) and costs.fits(problem, result)
     assert result.objective_value <= placements[-1][0]
@@ -47,7 +51,7 @@ def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
 
 def test_loads_of_five_devices_become_even(chain):
     problem = Problem.from_request(chain([1.0] * 20, devices=5, constraints=FREE))
-    found = pair_search.improved(problem, reduced(problem), [0] * 20, lambda work: False)
+    found = improved(problem, [0] * 20, lambda work: False)
     assert sorted(found.count(device) for device in range(5)) == [4] * 5
 
 
@@ -55,22 +59,20 @@ def test_what_no_pair_makes_better_is_found_from_other_placements(chain):
     # 8 6 | 4 2 7 | 3 9: neither of the others can take anything from the first, all three together
     # come to 13.
     problem = Problem.from_request(chain([8.0, 6, 4, 2, 7, 3, 9], devices=3, constraints=FREE))
-    found = pair_search.improved(
-        problem, reduced(problem), [0, 0, 1, 1, 1, 2, 2], lambda work: False
-    )
+    found = improved(problem, [0, 0, 1, 1, 1, 2, 2], lambda work: False)
     assert costs.evaluate(problem, found).objective_value == 13.0
 
 
 def test_devices_that_take_no_time_are_not_divided_for_ever(chain):
     problem = Problem.from_request(chain([0.0] * 6, devices=2, constraints=FREE))
     start = [0, 1, 0, 1, 1, 0]
-    found = pair_search.improved(problem, reduced(problem), start, lambda work: False)
+    found = improved(problem, start, lambda work: False)
     assert costs.allowed(problem, found) and costs.evaluate(problem, found).objective_value == 0.0
 
 
 def test_a_search_that_is_over_returns_its_start(chain):
     problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=FREE))
-    found = pair_search.improved(problem, reduced(problem), [0] * 8, lambda work: True)
+    found = improved(problem, [0] * 8, lambda work: True)
     result = costs.evaluate(problem, found)
     assert costs.allowed(problem, found) and result.objective_value <= 8.0
 
@@ -78,9 +80,8 @@ def test_a_search_that_is_over_returns_its_start(chain):
 def test_it_ends_where_nothing_is_smaller(chain):
     problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=FREE))
     looks = []
-    pair_search.improved(
+    improved(
         problem,
-        reduced(problem),
         [0, 0, 1, 1, 2, 2, 3, 3],
         lambda work: looks.append(1),
         enough=2.0,
@@ -92,8 +93,8 @@ def test_the_same_is_found_twice(chain):
     times = [1.0 + 0.37 * (i * i % 11) for i in range(24)]
     problem = Problem.from_request(chain(times, devices=4, value_bytes=1, constraints=FREE))
     start = [layer // 6 for layer in range(24)]
-    first = pair_search.improved(problem, reduced(problem), start, lambda work: False)
-    assert first == pair_search.improved(problem, reduced(problem), start, lambda work: False)
+    first = improved(problem, start, lambda work: False)
+    assert first == improved(problem, start, lambda work: False)
 
 
 def test_it_goes_on_where_it_was_stopped_until_patience_is_over(chain):
@@ -102,9 +103,7 @@ def test_it_goes_on_where_it_was_stopped_until_patience_is_over(chain):
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
     problem = Problem.from_request(chain(times, devices=3, value_bytes=1, constraints=FREE))
     start, looks, stopped = [layer // 4 for layer in range(12)], [], []
-    at_once = pair_search.improved(
-        problem, reduced(problem), start, lambda work: bool(looks.append(work))
-    )
+    at_once = improved(problem, start, lambda work: bool(looks.append(work)))
     search, found = pair_search.PairSearch(problem, reduced(problem)), start
     for _ in range(len(looks)):
         found = search.improved(found, lambda work: stopped.append(work) or len(stopped) % 10 == 0)
@@ -128,5 +127,5 @@ def test_where_sweeps_are_too_wide_the_program_finds_the_best(chain, monkeypatch
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
     asked = chain(times, devices=3, value_bytes=1, constraints=FREE)
     problem, start = Problem.from_request(asked), [0] * 12
-    assert pair_search.improved(problem, reduced(problem), start, lambda work: False) is None
+    assert improved(problem, start, lambda work: False) is None
     assert solve(asked).status == "optimal"

@@ -5,9 +5,8 @@ from random import Random
 
 import pytest
 
-from placer.solver.free import sweep_orders
-from placer.solver.free.subset_sweep import Subsets
-from placer.solver.free.sweep_orders import sweep
+from placer.solver.free import subset_sweep
+from placer.solver.free.subset_sweep import Subsets, sweep
 
 SEEDS = range(60)
 
@@ -107,7 +106,7 @@ def test_with_others_left_out_a_set_is_what_it_seems_to_be(seed):
 
 
 def test_graphs_with_too_many_states_are_left_alone(monkeypatch):
-    monkeypatch.setattr(sweep_orders, "MOST_STATES", 8)
+    monkeypatch.setattr(subset_sweep, "MOST_STATES", 8)
     every_pair = {pair: 1.0 for pair in itertools.combinations(range(6), 2)}
     assert sweep(6, every_pair) is None
 

@@ -6,7 +6,7 @@ from placer.schema import Constraints
 from placer.solver import costs
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.latency import latency_moves
-from placer.solver.latency.quotient_graph import Quotient
+from placer.solver.latency.latency_moves import Quotient
 from placer.solver.reduce import reduced
 
 FREE, CONTIGUOUS = Constraints(contiguous=False), Constraints(contiguous=True)

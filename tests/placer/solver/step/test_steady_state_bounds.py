@@ -13,7 +13,7 @@ from small_requests import examples
 from placer.errors import InputError, PlacementError
 from placer.schema import Constraints, Link, PlacementRequest
 from placer.solver.check import check
-from placer.solver.referee.steady_state import longest_mean
+from placer.solver.referee.step import longest_mean
 from placer.solver.solve import solve
 
 CONTIGUOUS = Constraints(contiguous=True)

@@ -12,10 +12,9 @@ from small_requests import examples
 
 from placer.errors import InputError, PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
-from placer.solver import costs
+from placer.solver import costs, every_map
 from placer.solver.check import check
 from placer.solver.contiguous import order_search
-from placer.solver.enumeration import maps
 from placer.solver.referee.step import StepReading
 from placer.solver.solve import Portfolio, solve
 from placer.solver.step import step_bounds
@@ -273,7 +272,7 @@ def test_that_no_bottleneck_is_enough_is_proven_whatever_is_known(is_known):
 @SETTINGS
 @given(request=requests(contiguous=True))
 def test_the_bound_holds_where_not_every_map_is_tried(request):
-    with patch.object(maps, "few", lambda *_: None):
+    with patch.object(every_map, "few", lambda *_: None):
         placement = solve(request)
     hold_against_every_answer(request, placement)
 

@@ -53,10 +53,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
-from placer.schema import Link
 from placer.solver import pipelines
 from placer.solver.problem import ROUNDING, Problem
-from placer.solver.replicas.by_stage.group_costs import GroupModel
+from placer.solver.replicas.group_costs import GroupModel
 from placer.solver.replicas.replication import loaded_rate
 
 Table = NDArray[np.float64]
@@ -307,15 +306,7 @@ class GroupBounds:
 
     def _value_ms(self, size_bytes: int) -> float:
         """Return the time of a message over the fastest link."""
-        if not size_bytes:
-            return 0.0
-        return min((link.transfer_ms(size_bytes) for link in self._ways), default=0.0)
-
-    @cached_property
-    def _ways(self) -> list[Link]:
-        """The links, one of each kind."""
-        links = [link for row in self._problem.links for link in row if link is not None]
-        return list({(one.bandwidth_bytes_per_s, one.latency_s): one for one in links}.values())
+        return self._problem.quickest_ms(size_bytes) if size_bytes else 0.0
 
     @cached_property
     def _messages(self) -> tuple[Table, Table]:

@@ -418,7 +418,7 @@ class GroupModel:
         compute: dict[int, float] = {}
         for stage, group in enumerate(groups):
             device = group.devices[0]
-            own = sum(problem.compute_ms(layer, device) for layer in group.layers)
+            own = problem.work_ms(group.layers, device)
             if stage in again:
                 own += sum(problem.again_ms(layer, device) for layer in group.layers)
             compute |= dict.fromkeys(group.devices, self._units_of(group) * own)

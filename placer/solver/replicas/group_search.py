@@ -21,8 +21,8 @@ from typing import Protocol
 from placer.schema import PlacementRequest, Profile, Schedule
 from placer.schema.base import PROVEN_GAP
 from placer.solver.problem import Problem
-from placer.solver.replicas.by_stage.group_bounds import GroupBounds, Part, layers_behind
-from placer.solver.replicas.by_stage.group_costs import Group, GroupCosts, GroupModel, units_of
+from placer.solver.replicas.group_bounds import GroupBounds, Part, layers_behind
+from placer.solver.replicas.group_costs import Group, GroupCosts, GroupModel, units_of
 from placer.solver.step.choices import TRAINING, question
 
 MOST_ENDS = 300

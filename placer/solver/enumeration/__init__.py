@@ -1,1 +1,0 @@
-"""Enumeration of all maps of a small problem."""
