@@ -10,6 +10,7 @@ sections with what this program writes.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -112,7 +113,7 @@ def _model(content: Mapping[str, Any]) -> str:
 def settings() -> str:
     """Return the table of every setting, with its environment variable and its default."""
     lines = ["| variable | default | meaning |", "| --- | --- | --- |"]
-    meanings = _attributes(Settings.__doc__ or "")
+    meanings = _attributes(inspect.getdoc(Settings) or "")
     for name, field in Settings.model_fields.items():
         default = MACHINE_DEPENDENT.get(name) or _default(field.get_default())
         lines.append(f"| `PLACER_{name.upper()}` | {default} | {meanings[name]} |")
@@ -126,9 +127,7 @@ def _default(value: Any) -> str:
 def _attributes(docstring: str) -> dict[str, str]:
     """Return by attribute its text in a docstring's section ``Attributes``."""
     section = docstring.partition("Attributes:")[2]
-    found = re.findall(
-        r"^        (\w+): (.*?)(?=^        \w+: |\Z)", section, re.MULTILINE | re.DOTALL
-    )
+    found = re.findall(r"^    (\w+): (.*?)(?=^    \w+: |\Z)", section, re.MULTILINE | re.DOTALL)
     return {name: " ".join(text.split()).replace("``", "`") for name, text in found}
 
 

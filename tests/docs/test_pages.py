@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 import re
 from functools import cache
@@ -117,7 +118,7 @@ def test_the_documentation_names_every_endpoint_and_setting() -> None:
     assert [
         name
         for name in Settings.model_fields
-        if f"\n        {name}: " not in f"\n    {Settings.__doc__}"
+        if f"\n    {name}: " not in (inspect.getdoc(Settings) or "")
     ] == []
 
 

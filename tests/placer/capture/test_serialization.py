@@ -82,6 +82,10 @@ def test_each_layer_computes_after_the_journey_what_it_computed_before(name, tra
     model, x = make().train(training), inputs()
     around = partial(torch.autocast, "cpu", torch.bfloat16, enabled=half, cache_enabled=False)
     with around():
+        try:
+            model(x)
+        except RuntimeError as error:
+            pytest.skip(f"torch itself cannot run this model in bfloat16 here: {error}")
         graph = capture_graph(model, (x,), granularity="fine")
         again = rebuild(sent(graph))
     values = dict(zip(graph.inputs, [x], strict=True))
