@@ -80,7 +80,7 @@ def _estimated(
     how: schema.ProfileOptions,
     training: bool,
 ) -> schema.Profile:
-    """Return the profile of a model that is captured as it is."""
+    """Return the profile of a model that is captured unchanged."""
     batch_options = how.batch_options or DEFAULT_OPTIONS
     tensors, structure, layout = profile_inputs.trackable(
         args, kwargs, batch_options, Parameters.from_module(model)

@@ -1,8 +1,8 @@
 r"""Lower bounds on the step of every placement, for one number of micro-batches and one schedule.
 
-These hold for an isolated step; those of steady-state steps follow below. With n micro-batches, f
-and b the passes of a stage, c = f + b, and before (behind) what a micro-batch passes through in the
-stages before it (behind it)::
+These hold for an isolated step; the bounds of steady-state steps follow below. With n
+micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch
+passes through in the stages before it (behind it)::
 
     any placement       before + n * c of every device, and without weight halves that run apart
                         before + n * c + the way back; of some of a node's passes, their heads and
