@@ -166,29 +166,13 @@ def question(
     if server:
         url_of(server)  # Refuse a wrong URL now, not after minutes of measuring.
     profiles = _given_profiles(model)
-    is_generation = asked.objective == "generation"
     if profiles:
-        if devices is not None or memory_bytes is not None:
-            raise InputError(
-                "a profile is given, so its cluster counts: leave devices and memory_bytes out"
-            )
-        _refuse_measuring(asked)
-        if is_generation and len(profiles) == 2:
-            return _request(asked, profiles[:1], profiles[1])
-        return _request(asked, profiles)
+        return _with_profiles(profiles, asked, devices, memory_bytes)
     there = _measures_there(asked.profile_on_server, server, devices, memory_bytes)
-    if there and not (asked.loss_fn is None and asked.target is None):
-        raise InputError(
-            "a server runs no functions: leave loss_fn and target out, or have the model measured"
-            " here with profile_on_server=False"
-        )
+    if there:
+        _refuse_on_server(asked)
     module = _checked(model)
-    if is_generation:
-        if there:
-            raise InputError(
-                "a server measures one pass of a model, and objective 'generation' needs two;"
-                " measure the model here with profile_on_server=False"
-            )
+    if asked.objective == "generation":
         return _generation(module, example_inputs, asked, devices, memory_bytes, progress)
     if "replicas" not in asked.model_fields_set and not _may_be_replicated(module):
         asked = asked.model_copy(update={"replicas": "never"})
@@ -204,6 +188,34 @@ def question(
     else:
         measured = _measure(module, inputs, asked, devices, memory_bytes, progress)
     return _request(_keeping_whole(asked, module, measured), measured)
+
+
+def _with_profiles(
+    profiles: list[Profile], asked: SuggestOptions, devices: Any, memory_bytes: Any
+) -> PlacementRequest:
+    """Return the request of a user who measured the model before."""
+    if devices is not None or memory_bytes is not None:
+        raise InputError(
+            "a profile is given, so its cluster counts: leave devices and memory_bytes out"
+        )
+    _refuse_measuring(asked)
+    if asked.objective == "generation" and len(profiles) == 2:
+        return _request(asked, profiles[:1], profiles[1])
+    return _request(asked, profiles)
+
+
+def _refuse_on_server(asked: SuggestOptions) -> None:
+    """Raise an InputError for options with which a server cannot measure a model."""
+    if asked.loss_fn is not None or asked.target is not None:
+        raise InputError(
+            "a server runs no functions: leave loss_fn and target out, or have the model measured"
+            " here with profile_on_server=False"
+        )
+    if asked.objective == "generation":
+        raise InputError(
+            "a server measures one pass of a model, and objective 'generation' needs two;"
+            " measure the model here with profile_on_server=False"
+        )
 
 
 def answer(request: PlacementRequest, server: str | None) -> Placement:

@@ -254,6 +254,17 @@ def _left_out(module: nn.Module, profile: Profile) -> Iterator[str]:
     """Yield a note about parameters that no layer of the profile has, as of an image encoder."""
     whole = sum(one.numel() * one.element_size() for one in module.parameters())
     missing = whole - sum(layer.param_bytes for layer in profile.layers)
+    unused = _unused_modules(module, profile)
+    if missing > 0 and unused:
+        names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
+        yield (
+            f"{bytes_text(missing)} of parameters are left out, because the model does not run"
+            f" {names} with these inputs; give inputs with which it does"
+        )
+
+
+def _unused_modules(module: nn.Module, profile: Profile) -> list[str]:
+    """Return the outermost modules with parameters that no layer of the profile comes from."""
     parts = [part for layer in profile.layers for part in layer.name.split(MERGED)]
     ran = {part.partition("@")[0] for part in parts}
     above = {path[:end] for path in ran for end, sign in enumerate(path) if sign == "."}
@@ -263,12 +274,7 @@ def _left_out(module: nn.Module, profile: Profile) -> Iterator[str]:
         is_used = not path or path in above or outer & ran
         if not is_used and not outer & {*unused} and next(one.parameters(), None) is not None:
             unused.append(path)
-    if missing > 0 and unused:
-        names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
-        yield (
-            f"{bytes_text(missing)} of parameters are left out, because the model does not run"
-            f" {names} with these inputs; give inputs with which it does"
-        )
+    return unused
 
 
 def _cache(module: nn.Module, profile: Profile, inputs: Any, tokens: int | None) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from math import lcm
 
@@ -351,33 +351,46 @@ def _shape_texts(step: Step) -> list[str]:
 
     The search of a shape ends once its bound shows that another one is shorter.
     """
+    texts = _by_stage_texts(step)
     groups: dict[int, list[StepChoice]] = {}
-    by_stage: dict[tuple[int, ...], float] = {}
     for choice in step.choices:
-        if choice.replicas_by_stage:
-            key, step_ms = choice.replicas_by_stage, choice.objective_value or 0.0
-            by_stage[key] = min(step_ms, by_stage.get(key, step_ms))
-        else:
+        if not choice.replicas_by_stage:
             groups.setdefault(choice.replicas, []).append(choice)
-    if groups.keys() <= {1} and not by_stage:
+    if groups.keys() <= {1} and not texts:
         return []
-    texts: list[tuple[float, str]] = [
-        (step_ms, f"{_by_stage(counts)} replicas by stage: {ms_text(step_ms)}")
-        for counts, step_ms in by_stage.items()
-    ]
     for replicas, choices in groups.items():
-        known = [(one.objective_value, one) for one in choices if one.objective_value is not None]
-        bound = min((one.bound for one in choices if one.bound is not None), default=None)
-        value, best = min(known, key=lambda one: one[0], default=(None, None))
-        if best is not None and value is not None:
-            stages = best.stages or 1
-            texts.append((value, f"{_shape_text(stages, replicas)}: {ms_text(value)}"))
-            if (replicas, stages) != (1, 1) or bound is None or value <= bound * NEAR:
-                continue
-        if bound is not None:
-            shape = "stages" if replicas == 1 else f"{replicas} replicas"
-            texts.append((bound, f"{shape}: at least {ms_text(bound)}"))
+        texts += _equal_replicas_texts(replicas, choices)
     return [text for _, text in sorted(texts)]
+
+
+def _equal_replicas_texts(
+    replicas: int, choices: Sequence[StepChoice]
+) -> Iterator[tuple[float, str]]:
+    """Yield the shortest known step in ms of a number of replicas, or a bound of it, as text."""
+    known = [(one.objective_value, one) for one in choices if one.objective_value is not None]
+    bound = min((one.bound for one in choices if one.bound is not None), default=None)
+    value, best = min(known, key=lambda one: one[0], default=(None, None))
+    if best is not None and value is not None:
+        stages = best.stages or 1
+        yield value, f"{_shape_text(stages, replicas)}: {ms_text(value)}"
+        if (replicas, stages) != (1, 1) or bound is None or value <= bound * NEAR:
+            return
+    if bound is not None:
+        shape = "stages" if replicas == 1 else f"{replicas} replicas"
+        yield bound, f"{shape}: at least {ms_text(bound)}"
+
+
+def _by_stage_texts(step: Step) -> list[tuple[float, str]]:
+    """Return the shortest step in ms of each shape with replicas by stage, and its text."""
+    shortest: dict[tuple[int, ...], float] = {}
+    for choice in step.choices:
+        if key := choice.replicas_by_stage:
+            step_ms = choice.objective_value or 0.0
+            shortest[key] = min(step_ms, shortest.get(key, step_ms))
+    return [
+        (step_ms, f"{_by_stage(counts)} replicas by stage: {ms_text(step_ms)}")
+        for counts, step_ms in shortest.items()
+    ]
 
 
 def _by_stage(counts: Sequence[int]) -> str:

@@ -97,8 +97,7 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     if best is None or len(nodes.nodes) > MOST_NODES:
         return None
     cuts = {link: _cuts(problem, nodes, link) for link in {best, *links.values()}}
-    devices = range(len(problem.devices))
-    work = [[problem.work_ms(layers, device) for layers in nodes.nodes] for device in devices]
+    work = _work_ms(problem, nodes)
     least = [min(work[device][node] for device in paying) for node in range(len(nodes.nodes))]
     if not any(least):
         return None
@@ -108,6 +107,12 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     kinds = [Kind(count, *cuts[link], list(able)) for (link, able), count in alike.items()]
     free = [work[device] for device in sorted(problem.untaxed)]
     return SetGraph(kinds if distinguished else [fastest], fastest, free)
+
+
+def _work_ms(problem: Problem, nodes: Reduction) -> list[list[float]]:
+    """Return, by device, the time of each node in milliseconds."""
+    devices = range(len(problem.devices))
+    return [[problem.work_ms(layers, device) for layers in nodes.nodes] for device in devices]
 
 
 def _able_ms(nodes: Reduction, work: list[list[float]], device: int) -> tuple[float, ...]:

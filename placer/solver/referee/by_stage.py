@@ -83,12 +83,7 @@ def claim(request: PlacementRequest, placement: Placement) -> Claim:
     size, rest = divmod(placement.batch_size, units)
     sizes = {profile.batch_size: profile for profile in (request.profile, *request.profiles)}
     require(not rest and size in sizes, f"{placement.batch_size} samples are not {units} units")
-    for first, names in members.items():
-        claimed = [one.samples for one in placement.replicas.get(first, ())]
-        require(
-            not claimed or claimed == [placement.batch_size // len(names)] * len(names),
-            f"the replicas of {first} share a micro-batch unevenly: {claimed}",
-        )
+    _check_shares(placement, members)
     if request.objective == "throughput":
         equal("units of all micro-batches", placement.chunks * units, request.chunks)
     else:
@@ -111,6 +106,16 @@ def claim(request: PlacementRequest, placement: Placement) -> Claim:
         }
     )
     return Claim(asked, placement.model_copy(update={"batch_size": size}), members, units)
+
+
+def _check_shares(placement: Placement, members: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise PlacementError unless the replicas of a stage share micro-batches equally."""
+    for first, names in members.items():
+        claimed = [one.samples for one in placement.replicas.get(first, ())]
+        require(
+            not claimed or claimed == [placement.batch_size // len(names)] * len(names),
+            f"the replicas of {first} share a micro-batch unevenly: {claimed}",
+        )
 
 
 def rates(

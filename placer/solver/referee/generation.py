@@ -198,10 +198,13 @@ def _token_ms(request: PlacementRequest, placement: Placement) -> float:
     return latency_ms(later, placement.layer_devices, placement.resting)
 
 
-def _check_copies(request: PlacementRequest, said: Generation) -> None:
-    """Raise PlacementError unless the copies are on the quickest devices that have the memory."""
+def _copies(request: PlacementRequest) -> tuple[dict[str, float], dict[str, int]]:
+    """Return, by device, the milliseconds of a mean pass and the number of caches with room.
+
+    A device holds the whole model, and at most as many caches as sequences are in flight.
+    """
     prompt, _, options = _parts(request)
-    asked, flight, rules = mean_pass(request), options.sequences_in_flight, request.constraints
+    asked, flight = mean_pass(request), options.sequences_in_flight
     one_cache = sum(_cache(request, layer) for layer in prompt.layers) // flight
     pass_ms: dict[str, float] = {}
     caches: dict[str, int] = {}
@@ -213,6 +216,14 @@ def _check_copies(request: PlacementRequest, said: Generation) -> None:
         if free < one_cache:
             caches[device.name] = 0
         pass_ms[device.name] = times_of(asked, where)[device.name].compute_ms
+    return pass_ms, caches
+
+
+def _check_copies(request: PlacementRequest, said: Generation) -> None:
+    """Raise PlacementError unless the copies are on the quickest devices that have the memory."""
+    prompt, _, options = _parts(request)
+    flight, rules = options.sequences_in_flight, request.constraints
+    pass_ms, caches = _copies(request)
     may = flight > 1 and not rules.pinned and not rules.forbidden
     fitting = [name for name in pass_ms if caches[name] and may]
     fitting.sort(key=pass_ms.__getitem__)
