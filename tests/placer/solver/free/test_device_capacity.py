@@ -53,8 +53,8 @@ def test_searches_from_a_placement_that_fits_find_one_that_fits_and_is_no_worse(
     known = costs.judged(problem, start)
     assume(known is not None)
     looks = []
-    devices = pair_search.improved(
-        problem, nodes, start, lambda work: len(looks) > 60 or bool(looks.append(1))
+    devices = pair_search.PairSearch(problem, nodes).improved(
+        start, lambda work: len(looks) > 60 or bool(looks.append(1))
     )
     result = costs.judged(problem, devices) if devices is not None else known
     assert result is not None and result.objective_value <= known.objective_value * (1 + 1e-9)
@@ -98,7 +98,7 @@ def test_a_fast_device_gets_as_many_layers_as_it_has_room_for_beside_their_activ
     problem = Problem.from_request(asked)
     nodes, start = reduced(problem), [1, 1, 2, 2, 0, 0]
     assert costs.judged(problem, start) is not None
-    devices = pair_search.improved(problem, nodes, start, lambda work: False)
+    devices = pair_search.PairSearch(problem, nodes).improved(start, lambda work: False)
     result = costs.judged(problem, devices)
     assert result is not None and devices.count(0) == 4
     assert result.objective_value == pytest.approx(20 if training else 10, rel=1e-3)
