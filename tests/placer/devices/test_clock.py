@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from placer.devices.timing import clock
+from placer.devices import clock
 
 
 class _Event:
