@@ -113,14 +113,8 @@ class Endpoints(Sender):
 
         The answer needs the models, so the request itself is repeated.
         """
-        if not isinstance(request, JointRequest):
-            raise InputError(
-                f"the request is {kind_of(request)}; give a placer.schema.JointRequest(models=...)"
-            )
         deadline = _Deadline(wait)
-        content = request.model_dump(mode="json", exclude_defaults=True)
-        content["schema_version"] = request.schema_version
-        body = json.dumps(content).encode()
+        body = json.dumps(_joint_fields(request)).encode()
         ask = partial(_polling_call, "POST", "/v1/placements:together", deadline, body)
 
         def follow(_: Progress) -> Call:
@@ -537,18 +531,34 @@ def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
 
 
 def _request_fields(request: PlacementRequest) -> dict[str, Any]:
-    """Return the request without defaults, but with its schema versions.
-
-    A reader of another version needs them.
-    """
+    """Return the request without defaults, but with its schema versions."""
     if not isinstance(request, PlacementRequest):
         raise InputError(
             f"the request is {kind_of(request)}; give a placer.PlacementRequest(profile=profile)"
         )
-    content = request.model_dump(mode="json", exclude_defaults=True)
-    content["schema_version"] = request.schema_version
-    content["profile"]["schema_version"] = request.profile.schema_version
-    return content
+    return {**_versioned(request, "profile"), "profile": _versioned(request.profile)}
+
+
+def _joint_fields(request: JointRequest) -> dict[str, Any]:
+    """Return the request without defaults, but with its schema versions."""
+    if not isinstance(request, JointRequest):
+        raise InputError(
+            f"the request is {kind_of(request)}; give a placer.schema.JointRequest(models=...)"
+        )
+    models = {
+        name: {**_set_fields(model, "profile"), "profile": _versioned(model.profile)}
+        for name, model in request.models.items()
+    }
+    return {**_versioned(request, "models"), "models": models}
+
+
+def _versioned(wire: PlacementRequest | JointRequest | Profile, *left_out: str) -> dict[str, Any]:
+    """Return the fields that are set, and the schema version, which other versions read first."""
+    return {**_set_fields(wire, *left_out), "schema_version": wire.schema_version}
+
+
+def _set_fields(wire: BaseModel, *left_out: str) -> dict[str, Any]:
+    return wire.model_dump(mode="json", exclude_defaults=True, exclude={*left_out})
 
 
 def _body(request: PlacementRequest) -> bytes:

@@ -267,14 +267,19 @@ def _unused_modules(module: nn.Module, profile: Profile) -> list[str]:
     """Return the outermost modules with parameters that no layer of the profile comes from."""
     parts = [part for layer in profile.layers for part in layer.name.split(MERGED)]
     ran = {part.partition("@")[0] for part in parts}
-    above = {path[:end] for path in ran for end, sign in enumerate(path) if sign == "."}
-    unused: list[str] = []
+    above = {outer for path in ran for outer in _around(path)}
+    known, unused = {*ran}, []
     for path, one in module.named_modules():
-        outer = {path[:end] for end, sign in enumerate(path) if sign == "."} | {path}
-        is_used = not path or path in above or outer & ran
-        if not is_used and not outer & {*unused} and next(one.parameters(), None) is not None:
+        is_outside = path not in above and known.isdisjoint({path, *_around(path)})
+        if path and is_outside and next(one.parameters(), None) is not None:
             unused.append(path)
+            known.add(path)
     return unused
+
+
+def _around(path: str) -> set[str]:
+    """Return the paths of the modules around a module, without the model itself."""
+    return {path[:end] for end, sign in enumerate(path) if sign == "."}
 
 
 def _cache(module: nn.Module, profile: Profile, inputs: Any, tokens: int | None) -> dict[str, int]:

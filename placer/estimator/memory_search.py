@@ -41,24 +41,12 @@ from placer.schema import (
     Schedule,
 )
 from placer.schema.base import LARGEST_BYTES, MAX_DEVICES
+from placer.solver.replicas.replication import EDGE_BYTES, LAYER_BYTES
 from placer.solver.solve import solve
 from placer.utils.units import count_text, devices_text, needed_text, number_text, size_text
 
 CARDS_BYTES = (24 * 2**30, 48 * 2**30, 80 * 2**30)
 """Memory of common cards, which are asked for if no devices are given."""
-
-_PER_SAMPLE = frozenset(
-    {
-        "saved_bytes",
-        "forward_workspace_bytes",
-        "backward_workspace_bytes",
-        "recorded_workspace_bytes",
-        "deferred_bytes",
-        "input_grad_workspace_bytes",
-        "weight_grad_workspace_bytes",
-    }
-)
-"""Fields of a layer that grow with the number of samples."""
 
 MOST_MORE = 64
 """Largest number of devices that are added, or of cards that are tried."""
@@ -535,12 +523,9 @@ def _untyped(cluster: Cluster) -> Cluster:
 
 def _state_alone(profile: Profile) -> Profile:
     """Return the profile with the memory that does not depend on the number of samples."""
-    per_sample = dict.fromkeys(_PER_SAMPLE, 0)
-    layers = tuple(layer.model_copy(update=per_sample) for layer in profile.layers)
-    edges = tuple(
-        edge.model_copy(update={"bytes": 0, "gradient_bytes": 0, "retained_bytes": 0})
-        for edge in profile.edges
-    )
+    of_layers, of_edges = dict.fromkeys(LAYER_BYTES, 0), dict.fromkeys(EDGE_BYTES, 0)
+    layers = tuple(layer.model_copy(update=of_layers) for layer in profile.layers)
+    edges = tuple(edge.model_copy(update=of_edges) for edge in profile.edges)
     return profile.model_copy(update={"layers": layers, "edges": edges})
 
 

@@ -351,7 +351,7 @@ class Sources:
         """What earlier processes parsed, by ``_key``."""
         try:
             kept: dict[tuple[str, str, bool], Module] = pickle.loads(self._store.read_bytes())
-        except Exception:  # there is none, or other code wrote it
+        except Exception:  # no file, or a file of other code
             return {}
         return kept
 

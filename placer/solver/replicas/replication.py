@@ -160,7 +160,10 @@ LAYER_BYTES = (
     "input_grad_workspace_bytes",
     "weight_grad_workspace_bytes",
 )
+"""Fields of a layer that grow with the number of samples."""
+
 EDGE_BYTES = ("bytes", "gradient_bytes", "retained_bytes")
+"""Fields of an edge that grow with the number of samples."""
 
 Way = tuple[int, int]
 """The part of the way from one measured size to the next: samples gone, and samples in all."""
