@@ -1,18 +1,19 @@
 """Tokens from ``model.generate`` of a language model split over two devices, and of one device.
 
 ``flow.applied()`` and accelerate's ``dispatch_model`` use the same map, half of the layers each.
+With a single GPU, all layers are on it.
 ``flow.applied(record=False)`` keeps Placer's own recordings out. On one GPU, transformers' static
 cache with torch.compile is a peer, too. All of them run equal models of transformers on the same
 prompts and take turns. A row says whether they make the same tokens. Without GPUs, a tiny model on
 CPU stand-ins only shows that the benchmark runs.
 
-Further cases, of which all but the first need two devices or more:
+Further cases, of which all but the first two need two devices or more:
 
     host       a part of the weights is in the host's memory, on one device
+    predicted  the predictions of times and memory
     large      a model that no single GPU holds: one text
     in_flight  the same model: several groups of sequences at once
     copies     a model that one GPU holds: the shape that Placer picks against whole copies
-    predicted  the predictions of times and memory
     unet       a UNet of Stable Diffusion XL's shapes: a stream of images
 
 ``PLACER_GENERATION_ENGINES`` names some of the engines and cases, such as ``ours,eager``, and
@@ -25,7 +26,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from statistics import median
@@ -68,13 +69,13 @@ CASES = (
 """The names of further cases."""
 
 _MOST_READS = {OURS: 2.25, OURS_COMPILED: 1.5}
-"""The requested times of a token, in times of reading all weights once."""
+"""The requested times of a token on two devices, in times of reading all weights once."""
 
 _MOST_OVER_ONE = 1.05
 """The requested time of a token on two devices, in times of Placer on one device."""
 
 _MOST_PROMPT_MS = 20.0
-"""The requested time of the prompt and the first token."""
+"""The requested time of the prompt and the first token on two devices."""
 
 
 def run() -> list[dict[str, Any]]:
@@ -86,12 +87,14 @@ def run() -> list[dict[str, Any]]:
     asked = _asked()
     if not set(asked) <= set(CASES):
         rows += _single()
-    if HOST in asked:
-        rows += host.rows(ROUNDS)
+    for name, turn in ((HOST, host.rows), (predicted.PREDICTED, predicted.rows)):
+        if name in asked:
+            rows += turn(ROUNDS)
+            gc.collect()  # flows and their models refer to each other
     if not cases.on_gpus() or len(cases.places()) > 1:
         for turn in _further(asked):
             rows += turn(ROUNDS)
-            gc.collect()  # flows and their models refer to each other
+            gc.collect()
     if set(asked) <= set(CASES):
         made = {(row["case"], row["measure"]) for row in rows}
         kept = record.known("generation")
@@ -101,8 +104,6 @@ def run() -> list[dict[str, Any]]:
 
 def _further(asked: list[str]) -> Iterator[Callable[[int], Iterator[dict[str, Any]]]]:
     """Yield functions that make the rows of the cases that are asked for."""
-    if predicted.PREDICTED in asked:
-        yield predicted.rows
     if copies.COPIES in asked:
         yield copies.rows
     if unet_stream.UNET in asked:
@@ -132,13 +133,14 @@ def _single() -> list[dict[str, Any]]:
         for turn in range(ROUNDS):
             for name in list(engines) if turn % 2 == 0 else reversed(engines):
                 engines[name].turn(new)
-        case = f"{label}, {batch} x {length} tokens and {new} more, 2 devices"
+        case = f"{label}, {batch} x {length} tokens and {new} more, {models.shown_places()}"
         return [*_rows(case, engines, new), *_ratios(case, engines, new, least_ms)]
 
 
 def _map(model: Any) -> dict[str, int]:
-    """Return a map that puts half of the layers on each device."""
-    return {"model.rotary_emb": 0, **models.split(len(model.model.layers), (0, 1))}
+    """Return a map that puts as many layers on each device."""
+    used = range(len(models.places()))
+    return {"model.rotary_emb": 0, **models.split(len(model.model.layers), used)}
 
 
 def _ways(model: Any, stack: ExitStack) -> Iterator[tuple[str, Way]]:
@@ -163,19 +165,18 @@ def _ways(model: Any, stack: ExitStack) -> Iterator[tuple[str, Way]]:
     )
     for name, how in given:
         if name in names:
-            yield name, stack.enter_context(_ours(copy.deepcopy(model), 2, **how))
+            split = _ours(copy.deepcopy(model), models.places(), **how)
+            yield name, stack.enter_context(split)
     # accelerate does not support CPU stand-ins
     if PEER in names and cases.on_gpus() and find_spec("accelerate") is not None:
         yield PEER, stack.enter_context(_dispatched(copy.deepcopy(model)))
-    if ALONE in names:
-        yield ALONE, stack.enter_context(_ours(copy.deepcopy(model), 1))
+    if ALONE in names and len(models.places()) > 1:
+        yield ALONE, stack.enter_context(_ours(copy.deepcopy(model), models.places()[:1]))
 
 
 @contextmanager
-def _ours(model: Any, devices: int, **how: Any) -> Iterator[Way]:
-    from ..executor import cases
-
-    flow = models.placed(model, cases.places(devices))
+def _ours(model: Any, places: Sequence[Any], **how: Any) -> Iterator[Way]:
+    flow = models.placed(model, places)
     with flow.applied(**how) as applied:
         yield Way(
             applied,
@@ -197,8 +198,6 @@ def _dispatched(model: Any) -> Iterator[Way]:
 
 
 def _rows(case: str, engines: Mapping[str, Engine], new: int) -> Iterator[dict[str, Any]]:
-    from ..executor import cases
-
     ours = engines[OURS]
     others = {name: engine for name, engine in engines.items() if name != OURS}
     measures: tuple[tuple[str, Callable[[Engine], list[float]], float | None], ...] = (
@@ -213,7 +212,7 @@ def _rows(case: str, engines: Mapping[str, Engine], new: int) -> Iterator[dict[s
             spread = (shown(min(times)), shown(max(times))) if len(times) > 1 else None
             given: dict[str, Any] = {}
             if name == OURS:
-                given = {"peers": peers, "target": None if cases.is_small() else most}
+                given = {"peers": peers, "target": most if models.has_targets() else None}
             what = measure if name == OURS else f"{measure}, {name}"
             yield record.row(case, what, "ms", shown(median(times)), spread=spread, **given)
     if ours.way.recorded is not None:
@@ -241,7 +240,7 @@ def _ratios(
             what if name == OURS else f"{what}, {name}",
             "x",
             shown(token_ms[name] / least_ms),
-            target=None if cases.is_small() else most,
+            target=most if models.has_targets() else None,
             figures={"ms to read all weights once": shown(least_ms)},
         )
     if ALONE in token_ms:

@@ -14,6 +14,26 @@ _READ_BYTES = 4 * 2**30
 """Bytes that are read to measure a GPU's bandwidth: far more than its cache holds."""
 
 
+def places() -> list[Any]:
+    """Return the two devices over which one text is split, or the only one."""
+    from ..executor import cases
+
+    return cases.places()[:2]
+
+
+def shown_places() -> str:
+    """Return the number of ``places``, such as ``2 devices``."""
+    used = len(places())
+    return f"{used} device{'s' * (used > 1)}"
+
+
+def has_targets() -> bool:
+    """Return whether the requested times apply: they are those of a large model on two GPUs."""
+    from ..executor import cases
+
+    return not cases.is_small() and len(places()) > 1
+
+
 def options(new: int) -> dict[str, Any]:
     """Return the options of ``generate`` for exactly ``new`` greedy tokens."""
     return {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}

@@ -1,4 +1,4 @@
-"""Predicted and measured times of a token and of the prompt, and memory, on two devices."""
+"""Predicted and measured times of a token and of the prompt, and memory, on at most two devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(turns: int) -> Iterator[dict[str, Any]]:
 
     from ..executor import cases
 
-    places = cases.places(2)
+    places = models.places()
     length, new = (8, 12) if cases.is_small() else (512, 64)
     before = [_allocated(place) for place in places]
     model = models.small_llama(cases.is_small())
@@ -43,7 +43,7 @@ def rows(turns: int) -> Iterator[dict[str, Any]]:
         devices=list(places),
         objective="generation",
         generation=text,
-        constraints=placer.Constraints(min_devices=2),
+        constraints=placer.Constraints(min_devices=len(places)),
     )
     predicted = placement.generation
     assert predicted is not None and predicted.token_ms is not None
@@ -59,7 +59,7 @@ def rows(turns: int) -> Iterator[dict[str, Any]]:
             engine.turn(new)
     used = [_peak(place) - size for place, size in zip(places, before, strict=True)]
     flow.undo()
-    case = f"{name}, predictions, 1 x {length} tokens and {new} more, 2 devices"
+    case = f"{name}, predictions, 1 x {length} tokens and {new} more, {models.shown_places()}"
     measured = (
         ("a token", predicted.token_ms, median(engine.token_ms(new))),
         ("the prompt and the first token", predicted.first_token_ms, median(engine.prompt_ms)),

@@ -65,6 +65,19 @@ def test_it_runs_on_stand_ins_and_makes_the_tokens_of_the_unsplit_model(
 
 
 @pytest.mark.integration
+def test_on_a_single_device_the_whole_model_is_there(
+    rows_of: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = importlib.import_module("benchmarks.executor.cases")
+    monkeypatch.setattr(cases, "STAND_INS", 1)
+    rows = rows_of("ours,eager,alone,predicted")
+    assert {row["case"].rpartition(", ")[2] for row in rows.values()} == {"1 device"}
+    assert rows["tokens equal to the tokens of: eager on one device"]["value"] == 100.0
+    assert rows["a token, predicted"]["figures"]["measured ms"] > 0
+    assert not any("ours on one device" in measure for measure in rows)
+
+
+@pytest.mark.integration
 def test_weights_on_the_host_give_the_tokens_of_weights_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
