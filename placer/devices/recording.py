@@ -48,8 +48,7 @@ def recorder(device: torch.device) -> Recorder:
         stream, branch = (stream_of_recordings(device) for _ in range(2))
         synchronise(device)
         before = torch.cuda.memory_allocated(device)
-        for one in (stream, branch):
-            _use_libraries(device, one)
+        _keep_workspaces(stream, branch)
         synchronise(device)
         return Recorder(stream, branch, max(0, int(torch.cuda.memory_allocated(device)) - before))
 
@@ -71,6 +70,34 @@ def _use_libraries(device: torch.device, stream: torch.cuda.Stream) -> None:
         square = torch.ones(256, 256, device=device, requires_grad=True)
         product = torch.nn.functional.linear(square, square, square[0])
         torch.autograd.grad(product.sum(), square)
+
+
+@cache
+def _workspace_pool(device: torch.device) -> Any:
+    """Return the memory pool of the workspaces of recordings, which is never released."""
+    return memory_pool(device)
+
+
+def _keep_workspaces(*streams: torch.cuda.Stream) -> None:
+    """Let libraries have their workspaces for recordings in memory that nothing else uses.
+
+    A graph holds the addresses of workspaces, and torch frees these while the graph is in use:
+    when ``torch.compile`` records graphs of its own, and in newer versions when another graph of
+    the same stream is deleted (https://github.com/pytorch/pytorch/issues/193402). Replays would
+    overwrite whatever lies there next. What is freed into a pool that is never released stays
+    mapped, and the next recording finds it there again.
+
+    Args:
+        streams: of recordings that are about to begin.
+    """
+    for stream in streams:
+        index, pool = stream.device.index or 0, _workspace_pool(stream.device)
+        with torch.cuda.stream(stream):
+            torch._C._cuda_beginAllocateCurrentStreamToPool(index, pool)
+            try:
+                _use_libraries(stream.device, stream)
+            finally:
+                torch._C._cuda_endAllocateToPool(index, pool)
 
 
 class NotRecordable(Exception):
@@ -211,9 +238,8 @@ def _reserved_bytes(
             # A pass that no longer counts still runs, because later passes read its results.
             counts = turn < turns[place]
             pool = pools[place] if counts else memory_pool(device)
-            noted = bool(histories) and not turn
-            with _noting(histories[place], stream.device) if noted else nullcontext():
-                graph, size = _captured(run, stream, pool, (), own)
+            noted = histories[place] if histories and not turn else None
+            graph, size = _captured(run, stream, pool, (), own, noted)
             if counts:
                 sizes[place] += size
             if turns[place] > 1:
@@ -258,15 +284,21 @@ def _captured(
     pool: Any,
     drawn_from: Sequence[torch.Generator],
     rooms: Rooms,
+    history: _History | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return the graph of a pass and the bytes that it reserved beyond its pool."""
+    """Return the graph of a pass and the bytes that it reserved beyond its pool.
+
+    The allocator's actions are added to ``history``, if there is one.
+    """
+    _keep_workspaces(stream, recorder(stream.device).branch)
+    noting = nullcontext() if history is None else _noting(history, stream.device)
     graph = torch.cuda.CUDAGraph()
     for generator in drawn_from:
         graph.register_generator_state(generator)
     try:
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_ERRORS)
         # A collection could destroy graphs, or memory of several streams, and break the recording.
-        with paused_collection(), warnings.catch_warnings(), recording:
+        with noting, paused_collection(), warnings.catch_warnings(), recording:
             # a pass of views only has no kernels
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")
             before = torch.cuda.memory_reserved(stream.device)

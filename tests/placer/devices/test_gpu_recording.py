@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from placer import devices
+from placer.devices.recording import recorder
 
 MIB = 2**20
 
@@ -55,3 +56,27 @@ def test_after_a_recording_that_failed_memory_that_two_streams_used_is_given_bac
     torch.cuda.synchronize(place)
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved(place) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("freed_by", ["another recording", "torch.compile"])
+def test_a_recording_works_on_after_torch_has_freed_its_workspace(freed_by: str) -> None:
+    place = torch.device("cuda", 0)
+    # the sum over many rows is split, and its parts lie in the workspace
+    left, right = torch.randn(2, 32768, 640, device=place, dtype=torch.bfloat16)
+    product = torch.empty(640, 640, device=place, dtype=torch.bfloat16)
+    (replay,) = devices.record([lambda: torch.mm(left.T, right, out=product)], place)
+    replay()
+    expected = product.clone()
+    devices.record([lambda: torch.mm(left.T, right)], place)  # the graph is deleted at once
+    gc.collect()
+    if freed_by == "torch.compile":
+        torch._C._cuda_clearCublasWorkspaces()
+    with torch.cuda.stream(recorder(place).stream):
+        held = [torch.zeros(4 * MIB, dtype=torch.uint8, device=place) for _ in range(32)]
+    torch.cuda.synchronize(place)
+    torch.cuda.empty_cache()
+    replay()
+    torch.cuda.synchronize(place)
+    assert torch.equal(product, expected)
+    assert not any(one.any() for one in held)
