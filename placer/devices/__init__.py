@@ -5,8 +5,6 @@ by name only, until ``placer.testing.logical_devices`` keeps their tensors apart
 """
 
 from placer.devices.allocator.packing import Rooms
-from placer.devices.clock import Clock
-from placer.devices.device_time import lasting_ms, pause, queued_ms, replay_ms
 from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import (
     Courier,
@@ -72,7 +70,6 @@ from placer.devices.stand_ins import (
     unobserved,
 )
 from placer.devices.streams import NoStreamsError, SideStreams, keep_for_caller
-from placer.devices.sustained_load import LASTING_S, is_at_limit, lasting_share
 from placer.devices.tensor_moves import (
     copied_object,
     copy,
@@ -113,7 +110,10 @@ from placer.devices.tensor_parts import (
     unwrapped_all,
     with_tensors,
 )
-from placer.devices.transfers import Shipment, copy_s, host_buffer
+from placer.devices.timing.clock import Clock
+from placer.devices.timing.device_time import lasting_ms, pause, queued_ms, replay_ms
+from placer.devices.timing.sustained_load import LASTING_S, is_at_limit, lasting_share
+from placer.devices.timing.transfers import Shipment, copy_s, host_buffer
 
 __all__ = [
     "CPU",

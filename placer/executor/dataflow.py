@@ -50,11 +50,11 @@ from placer.executor.flow_hooks import call_of_model, refuse_hooks, run_with_hoo
 from placer.executor.generation.findings import GenerationReport
 from placer.executor.generation.generate_many import generate_many
 from placer.executor.measure import measure_step, measure_stream
-from placer.executor.model_lock import ModelLock
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
 from placer.executor.settings import Settings
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
+from placer.executor.state.model_lock import ModelLock
 from placer.executor.state.placed_weights import PlacedWeights
 from placer.executor.state.replication import Replication
 from placer.executor.state.state_copies import Copies
@@ -103,7 +103,8 @@ class DataFlow(nn.Module):
         clear_cache: return cached device memory after layers were moved (default).
         fine_grained: ``layer_gpus`` lists every leaf module instead of the module's children.
         enable_clone: keep the weights on every device, so that ``update_flow`` moves nothing. For
-            inference only: with gradients it raises, since clones would not be trained.
+            inference only: it raises in training mode, and where parameters need gradients, since
+            clones would not be trained.
         deferred_batch_norm: update the running statistics of batch normalisation once per whole
             batch, as in the unsplit model; otherwise every micro-batch updates them. Normalisation
             is per micro-batch either way.

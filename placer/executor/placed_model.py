@@ -26,15 +26,15 @@ from placer.errors import InputError
 from placer.executor.checks.capture_check import difference
 from placer.executor.engine.checkpointed_segments import with_checkpoints
 from placer.executor.engine.fill_drain import run
+from placer.executor.engine.segment_order import stage_by_stage
 from placer.executor.hook_path import HookPath
 from placer.executor.model_captures import Capture, ModelCaptures
-from placer.executor.model_lock import ModelLock
 from placer.executor.output_joining import Joining, join
-from placer.executor.segment_order import stage_by_stage
 from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
 from placer.executor.settings import Settings
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.batch_statistics import BatchStatistics
+from placer.executor.state.model_lock import ModelLock
 from placer.executor.state.placed_weights import PlacedWeights
 from placer.executor.state.resting_weights import RestingWeights, Unit
 from placer.schema import BatchOptions

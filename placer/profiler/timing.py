@@ -10,9 +10,9 @@ does:
 
 So weights and saved activations come from memory, as in a step of the whole model. Of a large
 value, the cache holds no more than its producer would have left. At the power limit, times are
-scaled to a sustained load (see ``placer.devices.sustained_load``). Stages run two weight-gradient
-passes concurrently; this is timed separately, see ``concurrent_passes.py``. On a CPU, device and
-host are the same, and caches are not cleared.
+scaled to a sustained load (see ``placer.devices.timing.sustained_load``). Stages run two
+weight-gradient passes concurrently; this is timed separately, see ``concurrent_passes.py``. On a
+CPU, device and host are the same, and caches are not cleared.
 """
 
 from __future__ import annotations

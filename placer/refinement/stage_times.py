@@ -261,7 +261,7 @@ def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> 
     """Return the time of each pass in ms, when they repeatedly run one after another.
 
     On CUDA this is the mean under a sustained load, since clocks oscillate at the power limit (see
-    ``placer.devices.sustained_load``). On the CPU it is the median.
+    ``placer.devices.timing.sustained_load``). On the CPU it is the median.
 
     Args:
         passes: work that was issued at least once before.

@@ -27,7 +27,7 @@ from placer.executor.generation.decoding import Decoding, new_tokens
 from placer.executor.generation.findings import Findings, GenerationReport
 from placer.executor.generation.static_cache import cache_of, cache_tensors
 from placer.executor.hook_path import HookPath
-from placer.executor.model_lock import ModelLock
+from placer.executor.state.model_lock import ModelLock
 
 _PATIENCE_S = 0.1
 """Maximum time for which a recording waits until other generations wait for their turn."""

@@ -86,9 +86,9 @@ class Clones:
         )
         if trains or self._module.training:
             raise InputError(
-                "enable_clone is for inference: clones are not trained. Call flow.eval() and run "
-                "under torch.no_grad() (or make the flow with inference_only=True), or make it "
-                "without enable_clone to train"
+                "enable_clone is for inference: clones are not trained. Call flow.eval(), and run "
+                "under torch.no_grad() or make the flow with inference_only=True; to train, make "
+                "it without enable_clone"
             )
 
     def get(self, name: str, place: torch.device) -> Tensor:

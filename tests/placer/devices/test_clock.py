@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from placer.devices import clock
+from placer.devices.timing import clock
 
 
 class _Event:

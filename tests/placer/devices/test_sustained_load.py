@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from placer import devices
-from placer.devices.sustained_load import is_at_limit, lasting_over_lowered, lasting_share
+from placer.devices.timing.sustained_load import is_at_limit, lasting_over_lowered, lasting_share
 
 
 def times(*stretches: tuple[float, float]) -> list[float]:

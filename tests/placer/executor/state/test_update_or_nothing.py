@@ -118,7 +118,7 @@ def _failing_before(chosen: Line | None, time: int = 1) -> Iterator[dict[Line, i
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         name, number = frame.f_code.co_filename, frame.f_lineno
-        if name.endswith("executor/model_lock.py"):  # the lock is released after the change
+        if name.endswith("executor/state/model_lock.py"):  # the lock is released after the change
             return None
         if (
             not name.endswith("devices/routes.py")

@@ -18,10 +18,10 @@ from itertools import accumulate
 
 import torch
 
-from placer.devices.device_time import lasting_ms
 from placer.devices.memory import release_cache
 from placer.devices.names import synchronise
 from placer.devices.recording import record
+from placer.devices.timing.device_time import lasting_ms
 
 LASTING_S = 2.0
 """Duration of a sustained load in seconds: two oscillations of the power control."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from placer.executor.model_lock import ModelLock
+from placer.executor.state.model_lock import ModelLock
 
 SOON_S = 0.05
 LATE_S = 30.0

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.capture.capture import capture_graph
-from placer.executor.segment_order import stage_by_stage
+from placer.executor.engine.segment_order import stage_by_stage
 from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
