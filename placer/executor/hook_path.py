@@ -133,6 +133,14 @@ class HookPath:
         with self._run(), self._standing.resumed(), self._reading():
             return _at_once(self._module(*args, **kwargs))
 
+    def alone(self) -> AbstractContextManager[Any]:
+        """Let other threads run no part of the model with weights that rest on the host.
+
+        While it runs, a module has views of a slot in the place of its parameters. A call that
+        looks whether state was moved would take these for moved parameters.
+        """
+        return nullcontext() if self.resting is None else self.resting.lock
+
     def _reading(self) -> AbstractContextManager[None]:
         """Provide the weights that rest on the host to a pass of the model."""
         return nullcontext() if self.resting is None else self.resting.reading()

@@ -138,7 +138,7 @@ class PlacedCalls:
             return self._run_unplaced(call)
         hooks = self._placed.hooks
         # The lock also while it runs: a GPU that records for one thread does nothing for others.
-        with nothing_held(), self._turn(), hooks.paused():
+        with nothing_held(), self._turn(), hooks.alone(), hooks.paused():
             if self._placed.assignment is None:  # another thread has undone it meanwhile
                 return self._run_unplaced(call)
             weigh = partial(_weigh, options, call)

@@ -287,11 +287,12 @@ class Decoding:
             self._recordings.move_to_end(key)
             self._caches.move_to_end(call.signature)
             return self._replayed(recording, call, leaves, target)
-        if self._findings.state is not None and not self._findings.state.holds():
-            self._outdate()
-            recording = None
-        if self._findings.state is None:
-            self._findings.state = ModelState(self._module)
+        with self._hooks.alone():
+            if self._findings.state is not None and not self._findings.state.holds():
+                self._outdate()
+                recording = None
+            if self._findings.state is None:
+                self._findings.state = ModelState(self._module)
         if general in self._findings.refused:
             raise CannotRecordError(self._findings.refused[general])
         self._refuse_noise()

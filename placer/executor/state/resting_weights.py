@@ -389,6 +389,7 @@ class RestingWeights:
 
     Attributes:
         by_module: what runs before and after each module whose parameters rest.
+        lock: held by the thread that runs a pass, or a module whose parameters rest.
     """
 
     def __init__(self, module: nn.Module, assignment: Assignment) -> None:
@@ -405,8 +406,8 @@ class RestingWeights:
         for layer in order:
             size = sum(devices.aligned_bytes(parameters[name]) for name in layers[layer])
             sizes[places[layer]] = max(sizes[places[layer]], size)
-        self._lock = RLock()
-        self._slots = {place: Slots(place, size, self._lock) for place, size in sizes.items()}
+        self.lock: AbstractContextManager[Any] = RLock()
+        self._slots = {place: Slots(place, size, self.lock) for place, size in sizes.items()}
         self._units: defaultdict[torch.device, list[Unit]] = defaultdict(list)
         self.by_module: dict[nn.Module, ModuleWeights] = {}
         for layer in order:
@@ -474,7 +475,7 @@ class RestingWeights:
         slots = self._slots[place]
         if size > slots.memory[0].numel():
             # the capture has layers that consist of several layers of the map
-            slots = Slots(place, size, self._lock)
+            slots = Slots(place, size, self.lock)
         units: list[Unit] = []
         for step, positions in rows:
             _refuse_changed([step.layer.state[number] for number in positions], step.layer.mutated)
@@ -495,7 +496,7 @@ class RestingWeights:
         """
         self._refuse_gradients()
         used = (self._units if units is None else units).values()
-        with self._lock:
+        with self.lock:
             for own in used:
                 slots = own[0].slots
                 slots.acquire()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from threading import Event, Thread, current_thread
+from typing import Any
 
 import generating_models
 import pytest
 import torch
 from resting_models import LAYERS, blocks, pair, placed
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer import DataFlow, Placement
 from placer.testing import logical_devices
@@ -82,8 +84,54 @@ def test_several_generations_take_turns_at_the_slots() -> None:
         assert text.tolist() == reference.generate(prompt, **OPTIONS).tolist()
 
 
+def test_a_call_waits_for_a_part_that_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = generating_models.pair("t5")
+    flow = _with_resting_blocks(model)
+    own = [id(one) for one in model.parameters()]
+    inside, is_done = Event(), Event()
+    attention = type(model.encoder.block[0].layer[0])
+    forward = attention.forward
+
+    def waits(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_thread() is other and not inside.is_set():
+            inside.set()
+            is_done.wait(1.0)  # time for the call to take the block's weights for moved ones
+        return forward(self, *args, **kwargs)
+
+    def encode() -> None:
+        with flow.applied(), torch.no_grad():
+            found.append(model.encoder(ids(1)).last_hidden_state)
+
+    found: list[Tensor] = []
+    both = {"input_ids": ids(2), "decoder_input_ids": ids(3)}
+    other = Thread(target=encode)
+    with flow.applied(), torch.no_grad():
+        model(**both)
+        monkeypatch.setattr(attention, "forward", waits)
+        other.start()
+        assert inside.wait(60)
+        logits = model(**both).logits
+        is_done.set()
+        other.join()
+        monkeypatch.undo()
+    expected = reference.encoder(ids(1)).last_hidden_state
+    torch.testing.assert_close(found[0], expected, check_device=False)
+    expected = reference(**both).logits
+    torch.testing.assert_close(logits, expected, check_device=False)
+    assert [id(one) for one in model.parameters()] == own
+
+
 def test_threads_may_run_an_encoder_while_another_decodes() -> None:
     model, reference = generating_models.pair("t5")
+    flow = _with_resting_blocks(model)
+    prompts = [ids(seed)[:1] for seed in range(4)]
+    found = list(flow.generate_many(prompts, in_flight=3, **OPTIONS))
+    for prompt, text in zip(prompts, found, strict=True):
+        assert text.tolist() == reference.generate(prompt, **OPTIONS).tolist()
+
+
+def _with_resting_blocks(model: nn.Module) -> DataFlow:
+    """Return a flow of an encoder-decoder with the weights of all blocks on the host."""
     blocks_of = [f"{side}.block.{n}" for side in ("encoder", "decoder") for n in range(2)]
     names = ["shared", *blocks_of, "encoder.final_layer_norm", "decoder.final_layer_norm"]
     flow = DataFlow(model, inference_only=True)
@@ -95,7 +143,4 @@ def test_threads_may_run_an_encoder_while_another_decodes() -> None:
             resting=dict.fromkeys(blocks_of, "host"),
         )
     )
-    prompts = [ids(seed)[:1] for seed in range(4)]
-    found = list(flow.generate_many(prompts, in_flight=3, **OPTIONS))
-    for prompt, text in zip(prompts, found, strict=True):
-        assert text.tolist() == reference.generate(prompt, **OPTIONS).tolist()
+    return flow
