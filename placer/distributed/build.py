@@ -478,7 +478,6 @@ def _assemble(
         names,
         group,
         shared,
-        placed.options.verify,
     )
 
 
@@ -703,6 +702,7 @@ def _shape(
         dtypes=tuple(value.dtype for value in inputs),
         samples=shared.samples,
         chunks=placed.chunks,
+        verify=placed.options.verify,
     )
 
 

@@ -48,6 +48,7 @@ class Shape:
         dtypes: of the flat inputs.
         samples: in a micro-batch, by pipeline.
         chunks: micro-batches in a batch.
+        verify: whether the first batch's loss is compared with the loss of the whole batch.
     """
 
     positional: int
@@ -58,6 +59,7 @@ class Shape:
     dtypes: tuple[torch.dtype, ...]
     samples: tuple[int, ...]
     chunks: int
+    verify: bool
 
     @property
     def sizes(self) -> list[int]:
@@ -89,7 +91,6 @@ class Pipeline:
         names: Names,
         group: dist.ProcessGroup | None,
         pipelines: Pipelines,
-        verify: bool = True,
     ) -> None:
         self.stages = stages
         self.schedule = schedule
@@ -103,7 +104,7 @@ class Pipeline:
         ]
         self._failed = False
         self._seed = devices.own_seed(pipelines.index)
-        self._verify = verify and len(shape.sizes) > 1
+        self._verify = shape.verify and len(shape.sizes) > 1
         self._is_compared = not self._verify
 
     @property
