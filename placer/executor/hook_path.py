@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -262,11 +263,34 @@ class HookPath:
             )
 
     def _places(self, assignment: Assignment) -> dict[nn.Module, torch.device]:
-        return {
-            child: place
-            for path, child in self._module.named_modules()
-            if path and (place := assignment.of_path(path)) is not None
+        """Return the modules that need hooks, with their devices.
+
+        Inside a module all of whose parts are on its device, nothing has to arrive, except at parts
+        with resting weights, and at parts that other modules call, too.
+        """
+        found: dict[str, tuple[nn.Module, torch.device]] = {}
+        for path, child in self._module.named_modules(remove_duplicate=False):
+            if path and (place := assignment.of_path(path)) is not None:
+                found[path] = child, place
+        calls = Counter(child for child, _ in found.values())
+        mixed = {
+            above
+            for path, (_, place) in found.items()
+            for above in _above(path)
+            if above in found and found[above][1] != place
         }
+        hooked: dict[nn.Module, torch.device] = {}
+        for path, (child, place) in found.items():
+            is_inside = any(above in found and above not in mixed for above in _above(path))
+            if not is_inside or calls[child] > 1 or child in self._borrowed():
+                hooked.setdefault(child, place)
+        return hooked
+
+
+def _above(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around a module, without the model itself."""
+    while path := path.rpartition(".")[0]:
+        yield path
 
 
 def _at_once(result: Any) -> Any:

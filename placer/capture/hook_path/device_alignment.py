@@ -252,11 +252,15 @@ def _are_on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether all tensors are on one device; False for nested arguments."""
     place: torch.device | None = None
     for one in (*args, *kwargs.values()):
-        for item in one if type(one) in (list, tuple) else (one,):
+        kind = type(one)
+        if kind in _TYPES_WITHOUT_TENSORS:
+            continue
+        for item in one if kind is list or kind is tuple else (one,):
             if isinstance(item, Tensor):
                 here = devices.location(item)
-                place = place or here
-                if not devices.same(here, place):
+                if place is None:
+                    place = here
+                elif here != place and not devices.same(here, place):
                     return False
             elif type(item) not in _TYPES_WITHOUT_TENSORS:
                 return False
