@@ -268,23 +268,23 @@ class HookPath:
         Inside a module all of whose parts are on its device, nothing has to arrive, except at parts
         with resting weights, and at parts that other modules call, too.
         """
-        found: dict[str, tuple[nn.Module, torch.device]] = {}
-        for path, child in self._module.named_modules(remove_duplicate=False):
-            if path and (place := assignment.of_path(path)) is not None:
-                found[path] = child, place
-        calls = Counter(child for child, _ in found.values())
+        modules = {path: child for path, child in self._module.named_modules() if path}
+        found = {path: place for path in modules if (place := assignment.of_path(path)) is not None}
         mixed = {
             above
-            for path, (_, place) in found.items()
+            for path, place in found.items()
             for above in _above(path)
-            if above in found and found[above][1] != place
+            if found.get(above, place) != place
         }
-        hooked: dict[nn.Module, torch.device] = {}
-        for path, (child, place) in found.items():
-            is_inside = any(above in found and above not in mixed for above in _above(path))
-            if not is_inside or calls[child] > 1 or child in self._borrowed():
-                hooked.setdefault(child, place)
-        return hooked
+        uniform = found.keys() - mixed
+        owners = Counter(child for one in self._module.modules() for child in one.children())
+        return {
+            modules[path]: place
+            for path, place in found.items()
+            if uniform.isdisjoint(_above(path))
+            or owners[modules[path]] > 1
+            or modules[path] in self._borrowed()
+        }
 
 
 def _above(path: str) -> Iterator[str]:

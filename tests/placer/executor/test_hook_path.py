@@ -691,3 +691,30 @@ def test_gradients_of_copies_and_of_operations_on_lists_cross_devices(
         split = step(flow, model, [X], {})
     assert flow.not_captured_because
     assert_same(split, step(reference, reference, [X], {}))
+
+
+class _Shared(nn.Module):
+    """A block whose last part another block calls, too."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.device == self.inner[0].weight.device
+        result: Tensor = self.shared(self.inner(x))
+        return result
+
+
+def test_inside_a_module_on_one_device_only_what_others_call_has_hooks() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(_Shared(shared), _Shared(shared), nn.Sequential(nn.Tanh(), nn.Tanh()))
+    expected = model(X.float())
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus.update({"0": "cpu:0", "1": "cpu:1", "2.0": "cpu:0", "2.1": "cpu:1"})
+        flow.update_flow()
+        with flow.applied():
+            hooked = {name for name, one in model.named_modules() if one._forward_pre_hooks}
+            torch.testing.assert_close(model(X.float()), expected, check_device=False)
+    assert hooked == {"0", "0.shared", "1", "2", "2.0", "2.1"}
