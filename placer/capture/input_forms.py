@@ -100,4 +100,9 @@ def input_advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:
         return "; give a tuple, not a list, of positional arguments"
     if args and all(isinstance(size, int) for size in args):
         return f"; give a tensor, not a shape, such as torch.randn({', '.join(map(str, args))})"
+    if "required positional argument" in str(error) or "positional arguments but" in str(error):
+        return (
+            "; give one input for each argument of forward: several in a tuple (x, y), or by name "
+            "in a dict"
+        )
     return ""

@@ -119,9 +119,11 @@ def test_a_dict_that_the_model_takes_itself_is_given_in_a_tuple_which_the_error_
             torch.ones(2, 8).numpy(),
             r"; give tensors, not numpy arrays: convert these by torch.as_tensor\(x\)$",
         ),
+        ((), r"; give one input for each argument of forward: several in a tuple \(x, y\), "),
+        ((torch.ones(2, 8),) * 5, "; give one input for each argument of forward: .* in a dict$"),
     ],
 )
-def test_a_list_of_arguments_a_shape_and_an_array_are_told_what_to_give_instead(inputs, hint):
+def test_wrong_forms_and_numbers_of_inputs_are_told_what_to_give_instead(inputs, hint):
     with pytest.raises(CaptureError, match=f"the model fails on the example inputs: .*{hint}"):
         suggest(Block(), inputs, devices=["cpu:0"], cache=False, progress=False)
 

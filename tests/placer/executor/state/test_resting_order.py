@@ -122,7 +122,7 @@ def passes(own: list[Unit]) -> Any:
     slots = own[0].slots
     resting = object.__new__(resting_weights.RestingWeights)
     resting._module, resting._ids = nn.Identity(), set()
-    resting._lock = slots.lock
+    resting.lock = slots.lock
     resting._slots, resting._units = {slots.device: slots}, {slots.device: own}  # type: ignore[assignment]
     return resting.reading
 
