@@ -123,6 +123,7 @@ class PlacementRequest(SolveOptions, Question):
         layers = {layer.name for layer in self.profile.layers}
         devices = {device.name for device in cluster.devices}
         rules = self.constraints
+        # Names first: a misspelled one is the cause of other contradictions.
         refuse_unknown("constraints.pinned", rules.pinned, layers)
         refuse_unknown("constraints.pinned", rules.pinned.values(), devices, "device")
         refuse_unknown(
