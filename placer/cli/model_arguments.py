@@ -112,6 +112,7 @@ def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
             f"{module_name!r} is a path; write the module's name, as in an import from here:"
             f" {path}:{name}"
         )
+    # Unlike ``python -m``, a console script does not search the current folder.
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -169,6 +170,7 @@ def _tensor(text: str) -> Tensor:
             f"{text!r} is not an input; write SHAPE or SHAPE:dtype, as in 8x3x224x224 or 2x16:int64"
         )
     try:
+        # Zeros are valid indices of every embedding, whatever its size.
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, dtype=dtype)
         return torch.zeros(shape, dtype=dtype)

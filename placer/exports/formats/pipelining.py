@@ -136,6 +136,7 @@ class _Runs:
         inside = self._inside[path]
         if not inside:
             raise InputError(f"split_spec names {path!r}, {self._absence(path)}")
+        # The module's layers are consecutive unless layers of others run between them.
         if self._calls[path] > 1 or len(inside) <= inside[-1] - inside[0]:
             raise InputError(
                 f"split_spec names {path!r}, which is called several times or between whose layers "
