@@ -256,7 +256,22 @@ def test_a_model_name_is_resolved_like_transformers_does(
     (entry / "refs" / "main").write_text("0" * 40)
     shutil.copytree(llama, entry / "snapshots" / ("0" * 40))
     assert checkpoint_folder("tiny/llama").samefile(entry / "snapshots" / ("0" * 40))
-    with pytest.raises(InputError, match="tiny/other is neither a folder nor a model"):
+    message = "no folder tiny/other, and the hub could not be reached .*; give the path"
+    with pytest.raises(InputError, match=message):
+        placed("tiny/other")
+
+
+def test_a_name_that_the_hub_refuses_is_named_with_the_hubs_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def refuse(*given: Any, **options: Any) -> str:
+        raise RuntimeError("404 Client Error.\n\nRepository Not Found")
+
+    monkeypatch.setattr(hub, "snapshot_download", refuse)
+    message = "no folder tiny/other, and the hub did not provide .*: 404 Client Error; correct"
+    with pytest.raises(InputError, match=message):
         placed("tiny/other")
 
 
