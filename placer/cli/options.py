@@ -8,6 +8,7 @@ cuda:1=always     a device, and whether it recomputes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +32,9 @@ def in_a_folder(output: Written) -> Written:
         InputError: the folder does not exist, or it is named without a file.
     """
     if output is not None and output != "-":
-        if not Path(output).parent.is_dir():
+        if not os.path.isdir(Path(output).parent):
             raise InputError(f"cannot write {output}: there is no folder {Path(output).parent}")
-        if Path(output).is_dir():
+        if os.path.isdir(output):
             raise InputError(f"cannot write {output}: it is a folder; name a file in it")
     return output
 
