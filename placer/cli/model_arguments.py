@@ -133,7 +133,10 @@ def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise InputError(f"cannot import {name!r}: {error}") from error
+        # or the module lacks one that it imports itself
+        is_itself = f"{name}.".startswith(f"{error.name}.")
+        remedy = "; install it, or start placer in its folder" if is_itself else ""
+        raise InputError(f"cannot import {name!r}: {error}{remedy}") from error
     except Exception as error:
         raise InputError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
     except SystemExit as error:

@@ -15,6 +15,7 @@ from placer.exports.plan import Plan
 from placer.exports.python_data import python_data
 from placer.exports.units import Unit, is_part, modules_of
 from placer.schema.faults import nearest
+from placer.utils.units import count_text
 
 _SCHEDULES = {
     "fill-drain": "ScheduleGPipe",
@@ -64,8 +65,8 @@ class Pipelining(Format):
         found = super().notes(plan)
         if plan.training:
             found.append(
-                f"Run {plan.chunks} micro-batches with {_SCHEDULES[plan.schedule]}, for which the "
-                "memory was computed."
+                f"Run {count_text(plan.chunks, 'micro-batch', 'micro-batches')} with "
+                f"{_SCHEDULES[plan.schedule]}, for which the memory was computed."
             )
         return [*found, *copy_notes(plan)]
 
