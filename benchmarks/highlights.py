@@ -47,6 +47,12 @@ IF_MEASURED = (
         "Llama of 6.7 billion parameters, bf16, 1 x 512 tokens and 64 more, 2 devices",
         "a token of each text, in the loop",
     ),
+    (
+        "generation",
+        "Llama of 6.7 billion parameters, bf16, 7.81 GB of the weights on the host, 1 x 512 tokens"
+        " and 32 more, one device",
+        "a token of each text, weights copied from the host",
+    ),
 )
 """Rows that appear on the page once a machine has measured them."""
 OVERHEAD = "training step by train_step, over the model alone, eager model"

@@ -578,6 +578,7 @@ def _measure_there(
     requests = [_profile_request(graph, devices, asked) for graph in graphs]
     with Client(server) as client:
         measured = [client.profile(request) for request in requests]
+    # The server measures graphs, and does not know where the samples of inputs are.
     return [one.model_copy(update={"batch_options": options}) for one in measured]
 
 

@@ -201,6 +201,7 @@ class _OneOptimizer:
         if device is None:
             if fused or any(group.get("fused") for group in optimizer.param_groups):
                 return 0  # some versions have no fused kernels on the host
+            # The parameters are on the host, where torch does not choose ``foreach`` by itself.
             for group in optimizer.param_groups:
                 if group.get("foreach", False) is None and not isinstance(optimizer, _ONE_BY_ONE):
                     group["foreach"] = True

@@ -375,6 +375,7 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
                 place = place if first is not None else _ANYWHERE
                 continue
             if index == _HOST:
+                # torch accepts a scalar of the host together with tensors of a device.
                 if tensor.dim() and tensor.numel():
                     on_host = tensor
                 continue

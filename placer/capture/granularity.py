@@ -254,6 +254,8 @@ def _open_large_modules(module: nn.Module, nodes: list[fx.Node], callers: set[st
             or weight.activations > LARGE_ACTIVATIONS * total.activations
         )
 
+    # The border is every closed module directly inside an open one. Only modules that call others
+    # can be opened.
     opened_paths = {""}
     kinds: set[tuple[str, ...]] = set()
     border = set(children[""])
@@ -300,6 +302,8 @@ def multiply_adds(node: fx.Node) -> float:
     if not isinstance(result, Tensor) or len(shapes) < 2:
         return 0.0
     name = node.target if not hasattr(node.target, "overloadpacket") else node.target.overloadpacket
+    # An element of the result sums over the weights of one output channel. In a transposed
+    # convolution, an element of the input goes to as many elements.
     if name in (aten.conv1d, aten.conv2d, aten.conv3d):
         weight = shapes[1]
         return _elements(result) * _product(weight[1:])
@@ -309,6 +313,7 @@ def multiply_adds(node: fx.Node) -> float:
         return _elements(result) * shapes[0][-1]
     if name is aten.addmm:
         return _elements(result) * shapes[1][-1]
+    # Two products of the same cost: the scores, and the weighted sum of the values.
     if name is aten.scaled_dot_product_attention:
         return 2 * _product(shapes[0]) * shapes[1][-2]
     return 0.0

@@ -278,9 +278,11 @@ class LayerBuilder:
 
     def _statistics(self, draft: _LayerDraft) -> tuple[str, ...]:
         """Return the state that is used only for running statistics or to count batches."""
+        # State among the layer's results has readers outside of it, so it does more than gather.
         gathered, read = set[str](), {node for node in draft.writes if node.op == "get_attr"}
         others = {self._state.name_of[node] for node in read if node in self._state.name_of}
         for node in draft.group.nodes:
+            # aten's batch norms take the running mean and variance as arguments 3 and 4.
             running = node.args[3:5] if updates_running_statistics(node) else ()
             for source in node.all_input_nodes:
                 if source in self._state.name_of:
@@ -460,6 +462,7 @@ def _gradient_flow(graph: fx.Graph, state: State) -> dict[fx.Node, bool]:
         elif node.op == "get_attr":
             flows[node] = node in state.name_of and state.tensors[state.name_of[node]].requires_grad
         elif node.op == "call_function":
+            # A gradient ends at integers, in no_grad regions and at detach.
             flows[node] = (
                 any(flows.get(source, False) for source in node.all_input_nodes)
                 and (

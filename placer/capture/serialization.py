@@ -243,6 +243,7 @@ class _Program:
             return self._names[item]
         if item is None or isinstance(item, bool | int | str):
             return item
+        # JSON has no NaN and no infinity.
         if isinstance(item, float):
             return item if math.isfinite(item) else {"float": str(item)}
         if isinstance(item, complex):
@@ -255,6 +256,7 @@ class _Program:
             return {"memory_format": str(item).removeprefix("torch.")}
         if item is torch.strided:
             return {"layout": "strided"}
+        # True stands for the layer's own device, which the receiver chooses.
         if isinstance(item, torch.device):
             return {"device": "cpu"} if item.type == "cpu" else {"device": True}
         raise CaptureError(

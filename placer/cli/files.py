@@ -115,7 +115,9 @@ def people() -> Console:
 
     Pipes and files do not wrap lines, so tables there have their full width.
     """
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=WIDTH)
+    is_own_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    # names of layers may look like markup or emoji
+    return Console(width=None if is_own_width else WIDTH, markup=False, emoji=False)
 
 
 def print_table(subject: Answer | Cluster | Progress) -> None:
@@ -125,7 +127,7 @@ def print_table(subject: Answer | Cluster | Progress) -> None:
     elif isinstance(subject, Evaluation):
         people().print(evaluation_table(subject), crop=False)
     elif isinstance(subject, Progress):
-        people().print(_progress_text(subject), markup=False)
+        people().print(_progress_text(subject))
     elif isinstance(subject, JointPlacement):
         people().print(joint_table(subject), crop=False)
     else:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from placer.cli.files import people
 from placer.cli.options import AsJson
 from placer.cli.terminal import extra, spinner
 from placer.errors import InputError
@@ -29,7 +29,7 @@ def doctor(json: AsJson = False) -> None:
     if json or not sys.stdout.isatty():
         print(report.model_dump_json(indent=1))
     else:
-        Console().print(report.table())
+        people().print(report.table())
     raise typer.Exit(1 if report.problems else 0)
 
 

@@ -76,6 +76,7 @@ def _measured(
     if not example.input:
         raise InputError("give the inputs of a whole batch: --input 32x3x224x224")
     loaded, batch = example.load(model)
+    _refuse_other_model(placement, loaded)
     module = loaded.train(placement.training)
     used = {*placement.layer_devices.values(), *_replica_devices(placement)}
     flow = DataFlow(module, sorted(used))
@@ -91,6 +92,19 @@ def _measured(
 
     step = flow.train_step(mean_square, compile=compiles)
     return flow.measure(batch, step=step, chunks=chunks, profile=known)
+
+
+def _refuse_other_model(placement: Placement, module: Any) -> None:
+    """Raise an InputError if a placement is of a model of another class.
+
+    Layers are often named alike: every ``nn.Sequential`` has a layer ``0``.
+    """
+    made = type(module).__name__
+    if placement.model and placement.model != made:
+        raise InputError(
+            f"the placement is of a model {placement.model}, and MODEL makes a {made}; give the"
+            f" placement of this model, or a MODEL that makes a {placement.model}"
+        )
 
 
 def _replica_devices(placement: Placement) -> set[str]:
@@ -139,6 +153,7 @@ def refine(
         "request" if isinstance(question, PlacementRequest) else "profile": question
     }
     module, inputs = example.load(model)
+    _refuse_other_model(where, module)
     with profiling_log(), spinner("measuring stages"), users_code():
         found = refine_here(where, module, inputs, options=options, **measuring)
     printed.emit(found)

@@ -112,6 +112,7 @@ def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
             f"{module_name!r} is a path; write the module's name, as in an import from here:"
             f" {path}:{name}"
         )
+    # Unlike ``python -m``, a console script does not search the current folder.
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -132,7 +133,10 @@ def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise InputError(f"cannot import {name!r}: {error}") from error
+        # or the module lacks one that it imports itself
+        is_itself = f"{name}.".startswith(f"{error.name}.")
+        remedy = "; install it, or start placer in its folder" if is_itself else ""
+        raise InputError(f"cannot import {name!r}: {error}{remedy}") from error
     except Exception as error:
         raise InputError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
     except SystemExit as error:
@@ -169,6 +173,7 @@ def _tensor(text: str) -> Tensor:
             f"{text!r} is not an input; write SHAPE or SHAPE:dtype, as in 8x3x224x224 or 2x16:int64"
         )
     try:
+        # Zeros are valid indices of every embedding, whatever its size.
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, dtype=dtype)
         return torch.zeros(shape, dtype=dtype)

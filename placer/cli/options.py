@@ -8,6 +8,7 @@ cuda:1=always     a device, and whether it recomputes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +26,16 @@ Written = TypeVar("Written", str, Path, None)
 
 
 def in_a_folder(output: Written) -> Written:
-    """Return where to write; refuse a missing folder before minutes of work are lost.
+    """Return where to write; refuse what is no file before minutes of work are lost.
 
     Raises:
-        InputError: the folder does not exist.
+        InputError: the folder does not exist, or it is named without a file.
     """
-    if output is not None and output != "-" and not Path(output).parent.is_dir():
-        raise InputError(f"cannot write {output}: there is no folder {Path(output).parent}")
+    if output is not None and output != "-":
+        if not os.path.isdir(Path(output).parent):
+            raise InputError(f"cannot write {output}: there is no folder {Path(output).parent}")
+        if os.path.isdir(output):
+            raise InputError(f"cannot write {output}: it is a folder; name a file in it")
     return output
 
 

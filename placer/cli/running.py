@@ -88,9 +88,15 @@ def run(
     The first run measures the model's layers; later runs find the measurements in the cache. The
     last line, on stderr, tells the speed.
     """
+    if max_new_tokens is not None and loading.context is not None:
+        if max_new_tokens >= loading.context:
+            raise InputError(
+                f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in --context"
+                f" {loading.context}; give a larger context, or fewer tokens"
+            )
     text = sys.stdin.read() if prompt == "-" else prompt
-    llm = _placed(path, loading, places, words)
     given: Any = [{"role": "user", "content": text}] if chat else text
+    llm = _placed(path, given, loading, places, words)
     stream = llm.stream_text(given, max_new_tokens)
     pieces = []
     for piece in stream:
@@ -119,7 +125,7 @@ def run(
 
 @users_code()
 def _placed(
-    path: str, loading: Loading, places: Places, words: Words[SuggestOptions]
+    path: str, prompt: Any, loading: Loading, places: Places, words: Words[SuggestOptions]
 ) -> Pretrained:
     names = places.names()
     usable: dict[Any, int | str] = {**limits(names, places.memory)}
@@ -128,9 +134,15 @@ def _placed(
         raise InputError(
             "--prompt-tokens and --new-tokens are missing; give them with --objective generation"
         )
+    from placer.pretrained.checkpoint_folder import checkpoint_folder, tokenizer_of
     from placer.pretrained.from_pretrained import from_pretrained
+    from placer.pretrained.pretrained import prompt_tokens
 
+    folder = checkpoint_folder(path)
+    if (tokenizer := tokenizer_of(folder)) is not None:
+        # refuse a prompt that cannot be used before the model is measured and loaded
+        prompt_tokens(tokenizer, prompt)
     with profiling_log():
         return from_pretrained(
-            path, devices=names, memory_bytes=usable or None, options=options, **vars(loading)
+            folder, devices=names, memory_bytes=usable or None, options=options, **vars(loading)
         )

@@ -84,6 +84,7 @@ class Target:
             raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
         cluster = limited(cluster, self.memory)
         options = words.read([device.name for device in cluster.devices])
+        # The last profile is the main one.
         profiles = [*(load_profile(name) for name in self.also), subject]
         if options.split_tied:
             profiles = [one.untied() for one in profiles]

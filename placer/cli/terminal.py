@@ -15,7 +15,7 @@ from rich.markup import escape
 from placer import errors
 from placer.utils.extras import extra as extra
 
-err = Console(stderr=True)
+err = Console(stderr=True, emoji=False)
 
 
 class _Closed(io.StringIO):

@@ -85,6 +85,7 @@ class Lane:
     ) -> None:
         if self._stream is not None:
             device, stream = self._before.entered.pop()
+            # Setting a stream also makes its device current, so the device comes last.
             torch.cuda.set_stream(stream)
             torch.cuda.set_device(device)
 

@@ -437,6 +437,7 @@ class Pipeline:
             if tuple(tensor.shape) == wanted:
                 if along == 0 and count == 1:
                     return tensor.contiguous()
+                # The pipelines take the micro-batches in turn.
                 parts = tensor.split(sizes, along)  # type: ignore[no-untyped-call]
                 return torch.cat(parts[self._pipelines.index :: count])
         if tuple(tensor.shape) == shape and dim is None:

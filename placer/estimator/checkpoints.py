@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from placer.errors import InputError, MissingExtraError
 from placer.estimator.meta_models import made_on_meta
+from placer.utils.error_translation import reason
 
 CONFIG = "config.json"
 WEIGHTS_ALONE = "name the safetensors files for an estimate of the weights alone"
@@ -62,7 +63,7 @@ def read_config(path: Path, otherwise: str = WEIGHTS_ALONE, with_quantisation: b
         return library.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
     except Exception as error:  # whatever transformers raises about a configuration
         raise InputError(
-            f"transformers {library.__version__} cannot read {file}: {_first_line(error)}"
+            f"transformers {library.__version__} cannot read {file}: {reason(error)}"
         ) from error
 
 
@@ -96,7 +97,7 @@ def model_of(
     except Exception as error:  # whatever transformers raises about a model
         names = getattr(config, "architectures", None) or [config.model_type]
         raise InputError(
-            f"transformers {library.__version__} cannot make {names[0]}: {_first_line(error)}"
+            f"transformers {library.__version__} cannot make {names[0]}: {reason(error)}"
         ) from error
     if not isinstance(model, nn.Module):
         raise InputError(f"{type(config).__name__} makes no torch.nn.Module")
@@ -205,7 +206,7 @@ def transformers_library() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             "a configuration or checkpoint of transformers needs transformers: pip install"
-            f" 'torch-placer[transformers]' ({_first_line(error)})"
+            f" 'torch-placer[transformers]' ({reason(error)})"
         ) from error
     return transformers
 
@@ -239,8 +240,3 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 def _takes(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -73,6 +73,8 @@ def attention_backend(
         return MATH
     size, of_value = query.shape[-1], value.shape[-1]
     dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    # For unlike lengths, torch aligns the causal mask with the first position, and flash attention
+    # with the last one.
     square = not is_causal or query.shape[-2] == key.shape[-2]
     if (
         query.dtype in _HALF

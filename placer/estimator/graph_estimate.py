@@ -29,6 +29,7 @@ def estimated_request(request: EstimateRequest) -> Estimate:
     cluster = None
     if request.devices is not None:
         cluster = cluster_of(request.devices, request.reserve_bytes)
+    # A profile needs a device, but its memory changes nothing in the profile.
     devices = cluster or sized_cluster([1], 0)
 
     def profile_of(one: Graph) -> Profile:

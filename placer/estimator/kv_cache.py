@@ -172,6 +172,7 @@ def layer_of(module: str, layers: Sequence[str]) -> str:
                 best, depth = layer, len(path)
             elif inside is None and path.startswith(f"{module}."):
                 inside = layer
+    # A model that is one layer may have a name that is no module's path.
     found = best or inside or (layers[0] if len(layers) == 1 else None)
     if found is None:
         raise InputError(f"no layer of the profile belongs to module {module!r}, which has a cache")

@@ -271,6 +271,7 @@ class MemorySearch:
         if batches is None or not sizes or not self._fits_without_samples(recompute):
             return None
         best: tuple[Profile, Placement, int] | None = None
+        # Memory grows with the batch, so a binary search finds the largest size that fits.
         low, high = 0, len(sizes)
         while low < high and not self._over():
             middle = (low + high) // 2

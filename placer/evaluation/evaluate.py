@@ -206,6 +206,7 @@ def evaluated(
     index = {device.name: number for number, device in enumerate(problem.devices)}
     assignment = [index[where[layer.name]] for layer in problem.layers]
     result = costs.evaluate(problem, assignment)
+    # If all links are there, the stages form a cycle. Report the costs without contiguity as well.
     if result is None and costs.passable(problem, assignment):
         faults.append(not_contiguous(request, where, _remedy(form)))
         result = costs.evaluate(replace(problem, contiguous=False), assignment)

@@ -216,6 +216,8 @@ class _Walk:
         """Return the default rule of a value."""
         first = nests[0]
         if isinstance(first, Tensor) and first.dim():
+            # A result may have the batch elsewhere than the inputs, and then has it first by
+            # convention.
             for dim in dict.fromkeys((self._joining.dim, 0)):
                 sized = zip(nests, self._sizes, strict=True)
                 if all(
@@ -243,6 +245,7 @@ class _Walk:
             raise self.refusal(
                 name, f"is {_shown(parts[0])} for the first micro-batch and differs for another"
             )
+        # Micro-batches may return one and the same object, such as a parameter.
         if rule == "same" or (rule != "sum" and all(part is parts[0] for part in parts)):
             return parts[0]
         if rule == "items":

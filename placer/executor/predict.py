@@ -76,6 +76,7 @@ def _transfers(profile: Profile, parts: Sequence[Segment], training: bool) -> tu
     times: dict[tuple[int, int], tuple[float, float | None]] = {}
     for edge in profile.edges:
         source = stage_of.get(edge.source)
+        # A value is sent to a segment once, however many of its layers read it.
         for target in dict.fromkeys(stage_of.get(name) for name in edge.targets):
             if source is None or target is None or parts[source].device == parts[target].device:
                 continue

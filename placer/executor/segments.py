@@ -368,6 +368,7 @@ def borders(
     writes: list[dict[str, list[int]]] = [{} for _ in parts]
     for reader, names_read in enumerate(reads):
         for name in names_read:
+            # All other names are inputs of the model.
             if name in made_by:
                 writes[made_by[name]].setdefault(name, []).append(reader)
     return reads, writes

@@ -85,8 +85,8 @@ class Format(ABC):
         if self.trains is not None and self.trains != plan.training:
             placed, used = ("training", "inference")[:: 1 if plan.training else -1]
             found.append(
-                f"This placement is for {placed}, and {self.title} is for {used}: solve again with "
-                f"training={self.trains}."
+                f"This placement is for {placed}, and format {self.name!r} for {used}: solve again "
+                f"with training={self.trains} (--{used})."
             )
         if (self.in_segments or self.contiguous) and ranks != sorted(ranks, key=_natural):
             found.append(f"The ranks of the engine, in order, are the devices {', '.join(ranks)}.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from placer.errors import InputError, kind_of
 from placer.estimator.checkpoints import CONFIG, transformers_library
+from placer.utils.error_translation import reason
 from placer.utils.extras import extra
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def tokenizer_of(folder: Path) -> Any:
 def _downloaded(name: str) -> Path:
     with extra("transformers"):
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
     try:
         for weights in _WEIGHTS:
             folder = Path(
@@ -84,9 +86,16 @@ def _downloaded(name: str) -> Path:
             )
             if has_weights(folder):
                 break
-    except Exception as error:  # whatever the hub's library raises about names and networks
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except LocalEntryNotFoundError as error:  # offline, or without an answer
         raise InputError(
-            f"{name} is neither a folder nor a model that the hub provides: {first}"
+            f"there is no folder {name}, and the hub could not be reached for a model of that name:"
+            f" {reason(error)}; give the path of a checkpoint folder, or connect this machine to"
+            " the hub (HF_ENDPOINT and HF_HUB_OFFLINE configure it)"
+        ) from error
+    except Exception as error:  # whatever the hub's library raises about names and access
+        raise InputError(
+            f"there is no folder {name}, and the hub did not provide a model of that name:"
+            f" {reason(error)}; correct the path or name, or log in to the hub if the model is"
+            " private or gated"
         ) from error
     return folder

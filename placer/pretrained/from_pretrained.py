@@ -329,21 +329,23 @@ def _generated_texts(request: PlacementRequest, asked: GenerationOptions, longes
     mean_pass = generation.mean_pass_request(request).profile
     without = with_cache(mean_pass, {layer: -size for layer, size in cache.items()})
 
-    def capacity(tokens: int) -> int:
-        prompt_tokens = max(1, min(asked.prompt_tokens, tokens - 1))
-        return capacity_at_end(prompt_tokens, max(1, tokens - prompt_tokens))
-
     def cached(tokens: int) -> dict[str, int]:
-        shorter, whole = capacity(tokens), capacity(longest)
+        shorter, whole = (_capacity(one, asked.prompt_tokens) for one in (tokens, longest))
         return {layer: size * shorter // whole for layer, size in cache.items()}
 
     return _Texts(without, longest, cached, cache)
 
 
+def _capacity(tokens: int, prompt_tokens: int = 1) -> int:
+    """Return the tokens that decoding allocates for a text of that many tokens."""
+    before = max(1, min(prompt_tokens, tokens - 1))
+    return capacity_at_end(before, max(1, tokens - before))
+
+
 def _cache(
     model: nn.Module, layers: Sequence[str], batch_size: int, tokens: int, is_asked: bool
 ) -> dict[str, int]:
-    """Return the bytes of keys and values by layer.
+    """Return the bytes of keys and values that decoding allocates, by layer.
 
     Args:
         model: the model.
@@ -356,12 +358,15 @@ def _cache(
     Raises:
         InputError: the cache is unknown, and the caller gave the number of tokens.
     """
+    capacity = _capacity(tokens)
+    # a model may fail on more tokens than it reads, although the cache has room for them
+    counted = min(capacity, checkpoints.most_tokens(model) or capacity)
     try:
-        return kv_cache.cache_bytes(
+        cache = kv_cache.cache_bytes(
             model,
             layers,
             batch_size,
-            tokens,
+            counted,
             min(tokens, checkpoints.DEFAULT_TOKENS),
             "leave context out",
         )
@@ -370,6 +375,7 @@ def _cache(
             raise
         _log.warning("no memory is reserved for keys and values: %s", error)
         return {}
+    return {layer: -(-size * capacity // counted) for layer, size in cache.items()}
 
 
 def _prompt_tokens(longest: int | None, texts: GenerationOptions | None) -> int | None:

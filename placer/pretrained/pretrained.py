@@ -18,6 +18,36 @@ Prompt = str | Sequence[Mapping[str, str]]
 """Text, or the messages of a chat: ``[{"role": "user", "content": "..."}]``."""
 
 
+def prompt_tokens(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
+    """Return the token ids and the mask of a prompt, shape (1, tokens) each.
+
+    Args:
+        tokenizer: of the checkpoint; None if it has none.
+        prompt: text, or messages of a chat.
+
+    Raises:
+        InputError: there is no tokenizer, no chat template for messages, or no token.
+    """
+    if tokenizer is None:
+        raise InputError(
+            "the checkpoint has no tokenizer that can be read; give token ids to `generate`"
+        )
+    if isinstance(prompt, str):
+        found = tokenizer(prompt, return_tensors="pt")
+    elif getattr(tokenizer, "chat_template", None):
+        found = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    else:
+        raise InputError(
+            "prompt is not text, and the tokenizer has no chat template for messages; give text"
+        )
+    if not found["input_ids"].numel():
+        raise InputError(f"prompt is {prompt!r}, which has no tokens; give a longer text")
+    # Some tokenizers add types of tokens, which no generating model reads.
+    return {name: found[name] for name in ("input_ids", "attention_mask") if name in found}
+
+
 @dataclass(frozen=True, repr=False)
 class Pretrained:
     """A model of transformers whose layers run on their devices.
@@ -82,7 +112,7 @@ class Pretrained:
                 new tokens are longer than ``context``.
         """
         self._require_generate()
-        tokens = self._tokens(prompt)
+        tokens = prompt_tokens(self.tokenizer, prompt)
         length = tokens["input_ids"].shape[1]
         new_tokens = self._new_tokens(length, max_new_tokens)
 
@@ -96,28 +126,6 @@ class Pretrained:
             raise InputError(
                 f"{type(self.model).__name__} generates no text; call `flow(...)` with its inputs"
             )
-
-    def _tokens(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the token ids and the mask of a prompt, shape (1, tokens) each."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise InputError(
-                "the checkpoint has no tokenizer that can be read; give token ids to `generate`"
-            )
-        if isinstance(prompt, str):
-            found = tokenizer(prompt, return_tensors="pt")
-        elif getattr(tokenizer, "chat_template", None):
-            found = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
-        else:
-            raise InputError(
-                "prompt is not text, and the tokenizer has no chat template for messages; give text"
-            )
-        if not found["input_ids"].numel():
-            raise InputError(f"prompt is {prompt!r}, which has no tokens; give a longer text")
-        # Some tokenizers add types of tokens, which no generating model reads.
-        return {name: found[name] for name in ("input_ids", "attention_mask") if name in found}
 
     def _new_tokens(self, length: int, wanted: int | None) -> int:
         """Return the maximum number of new tokens behind a prompt of this length."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from html import escape
 
-from rich.console import Console
-
 from placer.report.charts import Bar, bars, drawing
 from placer.report.comparing import Change, Comparison, ProfileComparison, comparison_table
 from placer.report.page import legend, page
+from placer.report.plain_text import PAGE_WIDTH, plain_text
 from placer.utils.units import bytes_text, ms_text
 
 __all__ = ["comparison_report"]
@@ -77,7 +76,4 @@ def _bars(title: str, changes: Mapping[str, Change], text: Callable[[float], str
 
 
 def _table(found: Comparison) -> str:
-    console = Console(width=110, no_color=True, force_terminal=False)
-    with console.capture() as captured:
-        console.print(comparison_table(found))
-    return f"<h2>All</h2><pre>{escape(captured.get())}</pre>"
+    return f"<h2>All</h2><pre>{escape(plain_text(comparison_table(found), PAGE_WIDTH))}</pre>"

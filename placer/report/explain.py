@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from math import lcm
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from placer.report.cluster import cluster_table
 from placer.report.estimate import estimate_table
 from placer.report.fitting import Fitting
+from placer.report.plain_text import plain_text
 from placer.report.shares import share_texts
 from placer.schema import (
     Cluster,
@@ -70,10 +70,7 @@ def explain(subject: Placement | Profile | Cluster | Estimate, width: int = 120)
         subject: what to explain.
         width: of a line, in characters (default 120).
     """
-    console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
-    with console.capture() as captured:
-        console.print(table(subject))
-    return captured.get()
+    return plain_text(table(subject), width)
 
 
 def table(subject: Placement | Profile | Cluster | Estimate) -> RenderableType:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from rich.console import Console
-
 from placer.report.charts import STYLE, Bar, Chart, bars, columns, drawing
 from placer.report.cluster import cluster_table
 from placer.report.estimate import headline, remarks
 from placer.report.explain import proven, segment_texts
 from placer.report.pictures import device_bars, estimate_bars, layer_charts, placed_chart
+from placer.report.plain_text import PAGE_WIDTH, plain_text
 from placer.schema import Cluster, Estimate, Placement, PlacementRequest, Profile
 from placer.utils.units import Text, bytes_text, count_text, ms_text
 
@@ -183,10 +182,8 @@ def _time(time_ms: float | None) -> str:
 
 
 def _cluster(cluster: Cluster) -> list[str]:
-    console = Console(width=110, no_color=True, force_terminal=False)
-    with console.capture() as captured:
-        console.print(cluster_table(cluster))
-    return [f"<h2>Devices and links</h2><pre>{escape(captured.get())}</pre>"]
+    shown = plain_text(cluster_table(cluster), PAGE_WIDTH)
+    return [f"<h2>Devices and links</h2><pre>{escape(shown)}</pre>"]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -15,7 +15,6 @@ start, step and end).
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ValidationError
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from placer.errors import InputError
+from placer.report.plain_text import plain_text
 from placer.schema.faults import first_fault
 from placer.utils.atomic_files import write_whole
 from placer.utils.units import ms_text
@@ -147,10 +147,7 @@ class Measurement:
         Args:
             width: of a line, in characters (default 120).
         """
-        console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
+        return plain_text(self, width)
 
     def to_json(self) -> str:
         """Return the figures of each device, every pass and every transfer as JSON.

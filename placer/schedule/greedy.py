@@ -250,12 +250,15 @@ class _Greedy:
         if phase == "forward":
             for target in self._targets[stage]:
                 self._bring_values(target)
+            # The last forward pass ends with the loss. All stages that receive no gradients wait
+            # for it.
             for other in self._waiting_for_the_loss if stage == len(self._places) - 1 else (stage,):
                 self._note_loss(other)
         elif phase == "backward":
             self._bring_gradients(stage, number, end)
             if self._split:
                 self._note("weights", stage, end)
+        # The stage holds this micro-batch no longer, so another one may enter.
         if self._through is self._ends[phase]:
             self._bring_values(stage)
 

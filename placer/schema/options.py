@@ -142,7 +142,7 @@ class GenerationOptions(Wire):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     prompt_tokens: Annotated[int, Field(ge=1, le=2**31)]
-    """Tokens of a prompt."""
+    """Tokens of a prompt, as many as the prompt that is measured."""
 
     new_tokens: Annotated[int, Field(ge=1, le=2**31)]
     """Tokens that are generated after a prompt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
@@ -123,6 +124,7 @@ class PlacementRequest(SolveOptions, Question):
         layers = {layer.name for layer in self.profile.layers}
         devices = {device.name for device in cluster.devices}
         rules = self.constraints
+        # Names first: a misspelled one is the cause of other contradictions.
         refuse_unknown("constraints.pinned", rules.pinned, layers)
         refuse_unknown("constraints.pinned", rules.pinned.values(), devices, "device")
         refuse_unknown(
@@ -188,6 +190,13 @@ class PlacementRequest(SolveOptions, Question):
             )
         self._check_times(token, cluster)
         _refuse_other_passes(self.profile, token)
+        measured = _measured_tokens(self.profile, token)
+        if measured not in (None, asked.prompt_tokens):
+            raise ValueError(
+                f"generation.prompt_tokens is {asked.prompt_tokens}, but most values of the"
+                f" prompt's profile are {measured} times as large as for one token; give"
+                f" {measured}, or measure a prompt of {count_text(asked.prompt_tokens, 'token')}"
+            )
 
     def _check_repeats(self) -> None:
         """Check that values are sent more or less often than once only where costs say so."""
@@ -428,6 +437,23 @@ def _refuse_other_passes(prompt: Profile, token: Profile) -> None:
                     f"token_profile: the value from {edge.source!r} to {target!r} runs against the "
                     "order of the layers in the prompt's profile; measure both passes in one order"
                 )
+
+
+def _measured_tokens(prompt: Profile, token: Profile) -> int | None:
+    """Return the tokens of the prompt that was measured; None if the profiles do not show it.
+
+    Most values between layers have a row for each token; masks and reduced values do not.
+    """
+    single = {(edge.source, frozenset(edge.targets)): edge.bytes for edge in token.edges}
+    ratios = Counter(
+        edge.bytes / size
+        for edge in prompt.edges
+        if (size := single.get((edge.source, frozenset(edge.targets))))
+    )
+    for ratio, count in ratios.most_common(1):
+        if ratio > 1 and ratio.is_integer() and 2 * count > ratios.total():
+            return int(ratio)
+    return None
 
 
 def _refuse_unreachable(cluster: Cluster) -> None:

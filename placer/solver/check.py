@@ -645,6 +645,7 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
         for asked, contiguous in _whole(request, placement)
         for one in _alone(asked, placement, contiguous)
     ]
+    # A device that fits counts before a quicker one that does not.
     fitting = [choice for choice in choices if not choice[0]] or choices
     best = min(value for _, value, _ in fitting)
     near("what single_device does", claimed, best)

@@ -440,6 +440,7 @@ def pipeline_order(
     if problem.loose:
         return tuple(used)
     stages = tuple(used[index] for index in order)
+    # Every stage holds all micro-batches, or keeps nothing: memory does not depend on the order.
     request = problem.request
     if not problem.training or request.schedule == "fill-drain" or request.chunks == 1:
         return stages
@@ -523,6 +524,7 @@ def latency_ms(
                 )
     copies = {layer: copy_ms(problem, layer, assignment[layer]) for layer in resting}
     total = _makespan(range(count), assignment, problem.forward_ms, forwards, copies)
+    # The loss is behind the last layer, so no backward pass begins before the forward pass ends.
     if problem.training:
         times = problem.backward_ms
         if again:
@@ -592,6 +594,8 @@ def _makespan(
             [free.get(device, 0.0), *(finish[source] + delay for source, delay in inputs[layer])]
         )
         if layer in copies:
+            # A device has two buffers for copies. So a copy begins once the last layer but one that
+            # had a copy has finished; the two zeros are for the first two copies.
             users = emptied.setdefault(device, [0.0, 0.0])
             copied[device] = max(copied.get(device, 0.0), users[-2]) + copies[layer]
             start = max(start, copied[device])

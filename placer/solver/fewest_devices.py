@@ -71,6 +71,7 @@ class FewestSearch:
             if devices is not None and self._fits(devices):
                 best, most = devices, len(set(devices)) - 1
                 self._report(best, float(bound))
+            # No placement on this number of devices meets the limits, so the answer needs more.
             elif reason is not None or bottleneck > self._most_ms:
                 bound = most + 1
             else:

@@ -176,6 +176,8 @@ def _edges(passes: Passes) -> tuple[tuple[Edge, ...], list[int]]:
     for (source, targets), prompt, token in _paired(passes):
         sent = passes.mean_bytes(prompt, token)
         edges.append(Edge(source=source, targets=targets, bytes=sent))
+        # The mean is less than the larger of the two passes holds, and memory must suffice for
+        # both: count the rest at every layer at which the value waits.
         for step in range(place[source], max(place[target] for target in targets) + 1):
             more[step] += max(prompt, token) - sent
     return tuple(edges), more
@@ -186,6 +188,8 @@ def _paired(passes: Passes) -> Iterator[tuple[tuple[str, tuple[str, ...]], int, 
     sizes: dict[tuple[str, tuple[str, ...]], tuple[list[int], list[int]]] = {}
     for number, profile in enumerate((passes.prompt, passes.token)):
         for edge in profile.edges:
+            # A profile does not name values, so the values of both passes are paired by source and
+            # readers, and several between the same layers by their order.
             key = edge.source, tuple(sorted(set(edge.targets)))
             sizes.setdefault(key, ([], []))[number].append(edge.bytes)
     for key, (prompt, token) in sizes.items():
@@ -237,6 +241,7 @@ def _best_of_three(
         limit = {"time_limit_s": max(left_s, 0.01 * asked.time_limit_s)}
         answers.append(solve(asked.model_copy(update={**changed, **limit}), None))
     steady, _, quick = answers
+    # The second question's bound holds on few devices only, and proves nothing for the request.
     bound = max(steady.bound or 0.0, (quick.bound or 0.0) / flight)
     found = [answered(request, one, bound) for one in answers if one.layer_devices]
     if not found:
@@ -305,6 +310,8 @@ def generation_ms(
     """
     passes = passes_of(request)
     asked = passes.asked
+    # With copies, the latency is not linear in the layers' times: a layer starts at the later of
+    # its copy and its inputs. The mean pass would give another time.
     if resting:
         first_ms = _pass_ms(request, passes.prompt, where, resting)
         later = asked.new_tokens - 1
@@ -330,6 +337,7 @@ def copies(request: PlacementRequest) -> tuple[tuple[str, ...], float | None]:
     """
     passes, rules = passes_of(request), request.constraints
     flight = passes.asked.sequences_in_flight
+    # A copy has every layer on its device, which such rules may not allow.
     if flight == 1 or rules.pinned or rules.forbidden:
         return (), None
     problem = Problem.from_request(mean_pass_request(request))
@@ -338,6 +346,8 @@ def copies(request: PlacementRequest) -> tuple[tuple[str, ...], float | None]:
     for index, device in enumerate(problem.devices):
         alone = costs.evaluate(problem, [index] * len(problem.layers))
         assert alone is not None  # nothing crosses
+        # The device's memory alone includes the caches of all sequences in flight. Add them again
+        # to know what is free for caches.
         free_bytes = device.usable_bytes - alone.memory[index].total_bytes + flight * sequence_bytes
         # without a cache, any number of sequences fits if one does
         has_room_for_all = free_bytes >= flight * sequence_bytes

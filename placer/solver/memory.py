@@ -496,6 +496,7 @@ def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]
 def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], int]:
     """Return ``moments_recorded``, and the bytes that stay when the forward pass is over."""
     here = set(held.layers)
+    # Values that arrive lie outside of recorded passes, and count in ``crossing_bytes``.
     own = Held(held.layers, [value for value in held.values if value.source in here])
     kept, values, gradients = kept_by_step(problem, own), _waiting_or_sent(own), _staying(held)
     deferred = {layer: problem.deferred_bytes[layer] for layer in held.layers}

@@ -155,6 +155,7 @@ def _answer(
         passes: of which the request asks for the mean; empty for a single pass.
     """
     asked = expressible(request)
+    # The narrowed request is internal: the answer has the id of the caller's request.
     if asked is not request:
         placement = _answer(asked, progress, stop, began)
         changed: dict[str, object] = {"id": request.content_hash()}
@@ -162,6 +163,8 @@ def _answer(
             changed["infeasible"] = restricted_reason(request, placement.infeasible)
         return placement.model_copy(update=changed)
     if request.objective == "generation":
+        # Where parameters rest, a pass's time is not the mean pass's, so that search gets both
+        # passes.
         both = generation.weighted_passes(request)
         return generation.solved(
             request,
@@ -223,6 +226,7 @@ def _smallest(
         return Portfolio(problem, progress, stop, meter=meter).answer()
     search = Portfolio(pipeline, progress, stop, meter=meter)
     placement = search.answer()
+    # Contiguity, which the request does not demand, may be the only reason.
     if placement.status != "infeasible":
         return placement
     return Portfolio(problem, progress, stop, meter=meter, began=search.began).answer()
@@ -395,6 +399,7 @@ class Portfolio(Search):
                 if not self.open():
                     return None
             result = self._one_round(work)
+            # With a target, an infeasible program only says that no placement is better than it.
             if result.infeasible and not self._has_target():
                 return self._reason()
             self.prove(self.nothing_below() if result.infeasible else result.bound)
@@ -457,6 +462,7 @@ class Portfolio(Search):
         easier = quickest_everywhere(self.problem, links.quickest, SHARES.relaxed * self.left_s())
         search = Portfolio(easier, stop=self.stop, meter=self.meter)
         search.answer()
+        # No placement takes longer with the quickest link everywhere, so the bound holds here too.
         self.prove(min(search.bound, self.value))
         self.offer(search.best, search.method)
 

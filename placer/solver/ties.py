@@ -71,6 +71,7 @@ def broken(
 
     if not is_time():
         return ties_of(found, proven=False)
+    # The rank is lexicographic: first the least transfer, then with it the least spread.
     best, transfer_proven = _least(
         _TieModel(problem, nodes, most, None), problem, best, limits, offer, 0
     )

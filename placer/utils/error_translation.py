@@ -1,9 +1,30 @@
-"""Translation of errors without keeping the original alive."""
+"""Translation of errors without keeping the original alive, and their reasons as text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
+
+__all__ = ["ErrorTranslation", "reason"]
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error's message, and of its first cause's if there is one.
+
+    Lazy imports hide their reason behind several errors: a package names a class that it cannot
+    import, and the first cause says why.
+    """
+    first = error
+    # ``raise ... from None`` hides what happened before on purpose
+    while earlier := first.__cause__ or (None if first.__suppress_context__ else first.__context__):
+        first = earlier
+    own, cause = _first_line(error), _first_line(first)
+    return own if cause in own else f"{own} ({type(first).__name__}: {cause})"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")
 
 
 class ErrorTranslation:

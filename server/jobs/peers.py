@@ -80,6 +80,7 @@ class Peers:
         question = Question(key, cast(Objective, seen.objective), seen.time_limit_s)
         job = SolveJob(key, question=question, wanted=True)
         _note(job, seen)
+        # Another request may have begun to watch the job while the store was asked.
         return self._watched.setdefault(key, job)
 
     def watch(self, job: SolveJob) -> None:
@@ -117,6 +118,8 @@ class Peers:
             await asyncio.sleep(self._interval_s)
 
     async def _poll(self, solves: LocalSolves) -> None:
+        # A snapshot: a job that is added while the store answers is not in its result, and would
+        # seem to have ended.
         watched = list(self._watched)
         now = {job.id: (job.incumbent, job.bound) for job in solves.running()}
         new = {

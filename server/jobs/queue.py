@@ -59,6 +59,7 @@ class FairQueue(Generic[J]):
         for client, jobs in self._clients.items():
             for key, job in jobs.items():
                 if key not in running:
+                    # In this order, since ``remove`` drops a client without further jobs.
                     self._clients.move_to_end(client)
                     self.remove(job)
                     return job

@@ -126,6 +126,7 @@ class Runner(ABC, Generic[J]):
         """Return the seconds after which a rejected client may ask again."""
 
     def _enqueue(self, job: J) -> None:
+        # An earlier attempt, which failed or was stopped, must not be found any more.
         self._ended.pop(job.id, None)
         self._queued.add(job)
         self._start_next()
@@ -204,6 +205,7 @@ class Runner(ABC, Generic[J]):
         self._start_next()
 
     def _release(self, job: J) -> None:
+        # A later job may have the same id by now.
         if self._running.get(job.id) is job:
             del self._running[job.id]
         job.payload = b""

@@ -110,6 +110,7 @@ class Solves(Runner[SolveJob]):
             Problem: The question exceeds a limit, the queue is full, or the service is stopping.
         """
         job = self.find(question.id)
+        # A failed job may succeed now, and a stopped one may have less than the whole answer.
         if job is not None and job.state != "failed" and not job.stopped:
             return job
         if self._closing:
@@ -118,6 +119,7 @@ class Solves(Runner[SolveJob]):
         self._refuse_overflow(client)
         job = SolveJob(question.id, payload, client, question=question)
         accepted = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
+        # The row is written in the background; the job waits for it before it starts.
         job.written = self._accept(accepted)
         job.written.add_done_callback(lambda future: self._note_written(job, future))
         self._enqueue(job)
@@ -238,6 +240,7 @@ class Solves(Runner[SolveJob]):
 
     async def close(self) -> None:
         """End every job, and wait for the workers."""
+        # The jobs end first, since their ends are still to be written.
         await super().close()
         self._writers.shutdown(wait=True)
         if self._peers:
@@ -319,6 +322,7 @@ class Solves(Runner[SolveJob]):
         try:
             begun = self._begin(job)
         except StoreError as error:
+            # Other replicas and restarts need the record; the client gets its answer without it.
             log.error("the start of %s could not be written: %s", job.id, error)
             begun = "mine"
         if begun == "taken":

@@ -156,6 +156,7 @@ class Replicas:
 
     def _take(self, connection: sa.Connection, room: int) -> list[Accepted]:
         dead = jobs.c.owner.not_in(sa.select(replicas.c.id))
+        # Jobs that wait at another live replica are free too, since this one has room to run them.
         free = sa.or_(jobs.c.owner.is_(None), dead, ~jobs.c.running)
         query = (
             sa.select(*JOB)
@@ -222,6 +223,7 @@ class Replicas:
 
         def work(connection: sa.Connection) -> None:
             mine = sa.update(jobs).where(jobs.c.owner == self._owner)
+            # The starts count crashes, and a release is not a crash.
             connection.execute(mine.values(owner=None, running=False, starts=0))
             connection.execute(
                 sa.update(graphs).where(graphs.c.owner == self._owner).values(owner=None)

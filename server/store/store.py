@@ -222,6 +222,7 @@ class Store:
         settled: bool,
     ) -> Answer:
         before = connection.execute(_BEFORE, {"key": key}).one_or_none()
+        # Another replica or an earlier attempt may have stored a better answer.
         if before is not None and is_worse(answer.version, summary, before):
             placement = stored_json(before.placement, Placement)
             kept = Answer(placement, before.complete or answer.complete, before.version)
@@ -231,6 +232,7 @@ class Store:
         else:
             kept = answer
             self._replace(connection, key, answer, summary, question)
+        # In the same transaction as the answer: a crash cannot leave an answered job that is open.
         if settled:
             connection.execute(sa.delete(jobs).where(jobs.c.id == key))
         return kept
@@ -479,6 +481,7 @@ class Store:
                     if answer is not None:
                         self._unwritten_answers[key] = answer
             raise
+        # This end also replaces one that could not be written before.
         with self._lock:
             self._unwritten.pop(key, None)
             self._unwritten_answers.pop(key, None)

@@ -151,6 +151,7 @@ class Worker(Generic[T]):
         )
         with starting_processes():
             process.start()
+        # With this end open here, the death of the process would not close the pipe.
         theirs.close()
         try:
             self._send_payload(pipe)
@@ -189,6 +190,7 @@ class Worker(Generic[T]):
             pass
 
     def _send_payload(self, pipe: Connection) -> None:
+        # The payload comes first: another thread could otherwise send a stop before it.
         pipe.send_bytes(self._payload)
         with self._lock:
             self._pipe = pipe
@@ -239,6 +241,7 @@ def _exit_reason(exitcode: int | None) -> str:
 @contextmanager
 def starting_processes() -> Iterator[None]:
     """Hide the main script while a process starts; the process would otherwise run it again."""
+    # All threads share ``sys.modules``.
     with _START_LOCK:
         CONTEXT.set_forkserver_preload(PRELOAD)
         main = sys.modules["__main__"]

@@ -567,6 +567,8 @@ def _merge_tied_nodes(graph_module: fx.GraphModule, module: nn.Module) -> set[in
         for target in written_arguments(node)
         for root in roots.get(target, {target})
     }
+    # One tensor has one node by now. Nodes that still share memory are different tensors, and on
+    # another device each has a copy of its own.
     for nodes in sharing.values():
         if len(nodes) > 1 and not changed.isdisjoint(nodes):
             plain = plain_names(module)
@@ -625,6 +627,7 @@ def _sizes_to_try(
     3. nothing: a graph for this batch size only
     """
     each = zip(tensors, dims, strict=True)
+    # torch.export makes sizes 0 and 1 constants, so such a dimension cannot be left open.
     batched = [
         set[int]() if dim is None or tensor.shape[dim] < 2 else {dim} for tensor, dim in each
     ]
@@ -632,6 +635,7 @@ def _sizes_to_try(
     if free:
         ways.insert(0, [{*dims, *more} for dims, more in zip(batched, free, strict=True)])
     different = [way for number, way in enumerate(ways) if way not in ways[:number]]
+    # With AUTO, a size that the model itself fixes becomes a constant instead of an error.
     return [
         [dict.fromkeys(sorted(dims), torch.export.Dim.AUTO) or None for dims in way]
         for way in different

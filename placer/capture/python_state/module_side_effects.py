@@ -122,6 +122,7 @@ class SideEffects:
 
     def restore(self) -> None:
         """Restore the modules, and record what had changed."""
+        # Reversed, so that the first of several names of a module is reported.
         names = {child: name for name, child in reversed(self._named)}
         self.tensors += put_back_variables(self._variables)
         for one, fields, contents in self._objects:

@@ -139,6 +139,7 @@ def write_back(nest: Any, after: Any) -> Any:
         return (
             nest if len(nest) == len(after) and all(map(is_, items, children)) else assemble(items)
         )
+    # Change mutable objects in place, since the caller may also refer to them from elsewhere.
     if isinstance(nest, list):
         items = [*map(write_back, nest, after), *after[len(nest) :]]
         if len(items) != len(nest) or not all(map(is_, items, nest)):

@@ -114,6 +114,7 @@ def with_openings(
                 _apply_with_opening, (product.function, x, weight, bias, opening, *product.rest)
             )
             products.append(product)
+            # The weight-gradient pass computes with this input later, outside of the graph.
             given.append(graph.call_method("detach", (x,)))
         elif node.op not in ("placeholder", "output"):
             env[node] = graph.node_copy(node, env.__getitem__)

@@ -72,6 +72,7 @@ def copy_s(
     """
     if not any(end.type == "cuda" for item in shipments for end in (item.source, item.target)):
         return [_host_copy_s(item, repeats) for item in shipments]
+    # A warm-up: the first copy on a link may allocate memory or open peer access.
     for item in shipments:
         item.go()
     _wait(shipments, computing)

@@ -212,6 +212,7 @@ class Weights:
             if graph.state[name].requires_grad and (replicas is not None or name in self._shared)
         ]
         self._refuse_hooks({name: graph.state[name] for name in self._partial})
+        # All replicas begin with the values of the first one. Weights without data have none yet.
         if replicas is not None and not self.empty:
             replicas.take_from_first([*self.own.values()])
         self._before: dict[str, Tensor | None] = {}
@@ -262,6 +263,7 @@ class Weights:
         """Add up the gradients of copies, then of replicas, then of earlier steps."""
         operations = []
         arrived: list[tuple[str, Tensor, Tensor]] = []
+        # Every process goes through the names in the same order, so that sends meet their receives.
         for name in self._trained:
             owner, *others = self._shared[name]
             if owner == self._position:

@@ -227,6 +227,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return not devices.same(source, target), self._entered(source, target)
         if name == "aten::copy_":
             source, target = places[reads[1]], places[reads[0]]
+            # The recording keeps numbers of the host, so these need no transfer.
             is_number = devices.same(source, devices.HOST) and reads[1] in self._constant
             is_transfer = not devices.same(source, target) and not is_number
             return is_transfer, self._entered(source, target)

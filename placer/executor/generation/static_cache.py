@@ -120,6 +120,7 @@ class CacheView:
         self.is_filled = True
         self.homes: Sequence[torch.device] | None = None
         own = cache
+        # Compare exact types: a subclass may keep keys and values in another way.
         if type(cache) is getattr(kinds, "EncoderDecoderCache", None):
             own = cache.self_attention_cache
             crossing = cache.cross_attention_cache

@@ -251,6 +251,7 @@ def _with_shared_transfers(trace: Trace) -> Iterable[Operation]:
         if operation.makes and all(number in trace.constants for number in operation.makes):
             continue  # numbers that the recording keeps
         if not operation.is_transfer or operation.writes:
+            # A write makes earlier copies of that memory outdated.
             written = {storages[number] for number in operation.writes}
             first = {key: copy for key, copy in first.items() if storages[key[0]] not in written}
             yield operation

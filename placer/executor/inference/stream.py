@@ -223,11 +223,14 @@ class Streams:
                     is_open = all(ticket.error is None for ticket in tickets)
                 if not tickets:
                     return
+                # Do not hold the lock during the yield: the caller decides when it asks for the
+                # next result.
                 with self._lock:
                     while not tickets[0].is_over:
                         self._tick()
                     result = self._result_of(tickets.popleft())
                 yield result
+                # Otherwise the result would stay in memory while the caller works on the next one.
                 del result
         except KeyboardInterrupt:
             self.clear()  # a batch may be half issued

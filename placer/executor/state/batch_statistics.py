@@ -138,6 +138,8 @@ def refuse_uncaptured(module: nn.Module, why: str) -> None:
 def _commit(group: Sequence[_Sums], momentum: float) -> None:
     """Update the running statistics on one device from those gathered over the batch."""
     sums, counts = [each.sums for each in group], [each.count for each in group]
+    # As BatchNorm, keep the unbiased variance, here of the whole batch: (sum of squares - sum *
+    # mean) / (count - 1).
     means = torch._foreach_div(sums, counts)
     variances = torch._foreach_sub(
         [each.squares for each in group], torch._foreach_mul(sums, means)

@@ -98,6 +98,7 @@ class ModelLock:
                 return False
             if self._blocks and is_guest:
                 return True
+            # A thread that waits outside of all blocks comes first, and so does an owner outside.
             is_free = self._owner is None or self._owner in self._blocks
             return is_free and all(one in self._blocks for one in self._queue)
 

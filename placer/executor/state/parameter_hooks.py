@@ -52,6 +52,8 @@ def hooks_run_once(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             kept.update(hooks)
         for parameter, gradient in zip(hooked, before, strict=True):
             parameter.grad = gradient
+    # The backward pass of a leaf alone runs its hooks on the sum, and adds the result to the
+    # gradient that it had before.
     for parameter, total in zip(hooked, sums, strict=True):
         if total is not None:
             parameter.backward(total)  # type: ignore[no-untyped-call]

@@ -172,9 +172,11 @@ class Unit:
     def enter(self) -> None:
         """Let this thread's later work read the slot, with the parameters in it."""
         slots = self.slots
+        # Another unit was copied to the slot, or the parameters have changed since the copy.
         if slots.held[self.number] is not self or self._written != self._versions():
             slots.acquire()
             self.load()
+            # The next unit's copy runs while this one computes.
             after = self.successor
             if after is not None and slots.held[after.number] is not after is not self:
                 after.load()
@@ -195,6 +197,7 @@ class Unit:
         self._left = 0
 
     def _versions(self) -> list[int]:
+        # Inference tensors have no version counter.
         return [0 if one.is_inference() else one._version for one in self._parameters]
 
 
@@ -357,6 +360,7 @@ class ModuleWeights:
 
     def enter(self) -> None:
         """Put the copies in the slot in the parameters' place."""
+        # The lock is held until ``leave``, so that no other thread runs the module with the copies.
         lock = self._unit.slots.lock
         lock.acquire()
         try:
@@ -402,6 +406,7 @@ class RestingWeights:
             layers[layer].append(name)
         order = [layer for layer in assignment.layers if layer in layers]
         places = {layer: assignment.place_of(layers[layer][0]) for layer in order}
+        # A slot has room for the largest layer of its device.
         sizes: defaultdict[torch.device, int] = defaultdict(int)
         for layer in order:
             size = sum(devices.aligned_bytes(parameters[name]) for name in layers[layer])

@@ -226,6 +226,7 @@ class Pipelines:
             room,
             replication,
         )
+        # Evict first: the copies of two pipelines may not fit into memory together.
         self._made.make_room()
         weights = self._weights_of(capture, recipe)
         self._made[key] = made = TrainingPipeline(graph, places, recipe, weights)

@@ -141,6 +141,7 @@ class LlamaCpp(BlockCounts):
         units = self.units(layers)
         blocks = [unit for unit in units if unit.keys[0] not in (EMBEDDING, OUTPUT)]
         count = known_blocks(blocks)
+        # llama.cpp counts the output as one layer more, and keeps the first layers on the host.
         on_gpus = _gpu_layer_count(options.get("layers", "auto"), count + 1)
         split = _split_points(options.get("split"), gpus) if on_gpus else []
         on = [*hosts[:1] * (count + 1 - on_gpus)]
@@ -149,6 +150,7 @@ class LlamaCpp(BlockCounts):
                 f"--n-gpu-layers {on_gpus} keeps {count + 1 - on_gpus} of {count + 1} layers on "
                 "the host, which is not one of the devices; add the device 'cpu:0'"
             )
+        # As in llama.cpp, single precision decides at a split point.
         for layer in range(on_gpus):
             on.append(gpus[bisect_right(split, _float32(layer / on_gpus))])
         found = self.placed_blocks(blocks, on)

@@ -15,6 +15,7 @@ from placer.exports.plan import Plan
 from placer.exports.python_data import python_data
 from placer.exports.units import Unit, is_part, modules_of
 from placer.schema.faults import nearest
+from placer.utils.units import count_text
 
 _SCHEDULES = {
     "fill-drain": "ScheduleGPipe",
@@ -64,8 +65,8 @@ class Pipelining(Format):
         found = super().notes(plan)
         if plan.training:
             found.append(
-                f"Run {plan.chunks} micro-batches with {_SCHEDULES[plan.schedule]}, for which the "
-                "memory was computed."
+                f"Run {count_text(plan.chunks, 'micro-batch', 'micro-batches')} with "
+                f"{_SCHEDULES[plan.schedule]}, for which the memory was computed."
             )
         return [*found, *copy_notes(plan)]
 
@@ -136,6 +137,7 @@ class _Runs:
         inside = self._inside[path]
         if not inside:
             raise InputError(f"split_spec names {path!r}, {self._absence(path)}")
+        # The module's layers are consecutive unless layers of others run between them.
         if self._calls[path] > 1 or len(inside) <= inside[-1] - inside[0]:
             raise InputError(
                 f"split_spec names {path!r}, which is called several times or between whose layers "

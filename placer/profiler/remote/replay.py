@@ -267,6 +267,7 @@ def _bound(argument: Any, known: dict[str, Any], device: torch.device) -> Any:
         return [_bound(item, known, device) for item in argument]
     if not isinstance(argument, dict):
         return argument
+    # The schema has refused all other dictionaries.
     ((tag, content),) = argument.items()
     if tag == "ref":
         return known[content]

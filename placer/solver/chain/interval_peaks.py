@@ -240,12 +240,15 @@ class TrainingMoments:
             self._keep(change, [step], self._problem.layers[layer].saved_bytes)
         for value in self._problem.values:
             keepers = sorted(self._step[keeper] for keeper in value.keepers)
+            # Recorded passes hold only their own values. A value that arrives lies outside of them,
+            # so only stages that begin at its source's block or before count.
             if self._recorded:
                 self._keep(
                     change, keepers[:1], value.held_bytes, self._block[self._step[value.source]] + 1
                 )
             else:
                 self._keep(change, keepers, value.held_bytes)
+        # Until here, the table has differences in both directions.
         np.cumsum(change, axis=0, out=change)
         np.cumsum(change, axis=1, out=change)
         return change[:-1, :-1]
@@ -257,6 +260,8 @@ class TrainingMoments:
 
         Where ``most`` is given, only stages that begin before that block count.
         """
+        # A stage keeps a value from its first keeper in the stage on. Of the stages that begin
+        # behind the previous keeper's block and up to this one's, this step is the first keeper.
         before = 0
         for step in keepers if size else ():
             until = self._block[step] + 1 if most is None else min(most, self._block[step] + 1)

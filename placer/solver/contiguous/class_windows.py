@@ -248,6 +248,8 @@ class Windows:
 
     def _narrow_at(self, stage: int) -> None:
         """Return the nodes that cannot be at a stage: too early for them, or too late."""
+        # The nodes that are at this stage for sure, and the others for which it is the first
+        # possible stage, or the last.
         fixed = self.surely[stage + 1] & ~self.maybe[stage]
         earliest = self.maybe[stage + 1] & ~self.maybe[stage] & ~fixed
         latest = self.surely[stage + 1] & ~self.surely[stage] & ~fixed
@@ -271,6 +273,8 @@ class Windows:
         unable = candidates & cutter.too_heavy
         undecided &= ~unable
         while undecided.any():
+            # The middle node decides about most others: if it fails, so do all that come with it,
+            # and if it passes, so does the whole set that was found.
             nodes = np.flatnonzero(undecided)
             node = int(nodes[len(nodes) // 2])
             found = cutter.least(node)

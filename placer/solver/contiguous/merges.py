@@ -90,6 +90,9 @@ def _held_together(
         return []
     needs = _needing(problem, nodes, upper, over)
     within = upper * (1 + ROUNDING)
+    # A node that pays cannot be on the device without transfers, if there is one: it is elsewhere,
+    # where its stage needs the neighbour. If both need each other, one of them is elsewhere in any
+    # placement that separates them.
     pays = [alone_ms(problem, nodes, node) > within for node in range(len(nodes.nodes))]
     return [
         (one, other)
@@ -122,6 +125,7 @@ def _needing(
                 continue
             if over():
                 return needs
+            # The least load of a stage that has the node and lacks its neighbour.
             value, members = cutter.least([node], [other])
             if value > upper * (1 + ROUNDING):
                 needs.add((node, other))
@@ -157,6 +161,7 @@ def _weighty(problem: Problem) -> frozenset[int]:
     layers = problem.layers
     if not memory_bounds.can_bind(problem):
         return frozenset()
+    # Activations or workspace count too: moving any layer may break a limit.
     if not memory_bounds.holds_state_alone(problem):
         return frozenset(range(len(layers)))
     copied = {layer for shared in problem.shared for layer in shared.others}
@@ -199,6 +204,9 @@ class _Draw:
         if growth is None:
             return False
         gain, more_there, more_here = growth
+        # Neither stage may become slower. The stage that the node leaves must not pay for more than
+        # it saves. The stage of the centre gets the node's work too, on every device that is quick
+        # enough for the centre. A device without transfers saves nothing.
         return more_here <= gain * (1 + SAME) and all(
             self._work(node, device) + (0.0 if device in self.problem.untaxed else more_there)
             <= (0.0 if device in self.problem.untaxed else gain) * (1 + SAME)

@@ -218,6 +218,7 @@ class StageModel:
             for c in classes:
                 self.cp.add(sum(row[c] for row in kinds) <= len(self.classes[c]))
             self.kind = [list(row) for row in kinds]
+        # Members of a class may be swapped, so the first one stands for all.
         for node, devices in enumerate(self.nodes.allowed):
             for c, members in enumerate(self.classes):
                 if members[0] not in devices or self._too_long(node, members[0]):

@@ -118,6 +118,7 @@ def few_ideals(search: Search, *, all_nodes: bool = False) -> None:
                 return
             search.offer(chain.devices, "ideals")
             search.too_many = 0.0  # what is left open is more than ideals know
+        # Halve the range between the bound and the threshold that had too many ideals.
         threshold = (search.bound + search.too_many) / 2
 
 

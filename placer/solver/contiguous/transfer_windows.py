@@ -146,6 +146,8 @@ class _Reach:
         """Move nodes that cannot be at a stage, or before, to the next."""
         count = len(firsts)
         late = sum(1 << node for node in range(count) if firsts[node] >= stage)
+        # If the stages before this one do without one of the devices that pay for no transfer, this
+        # stage may be on it. Then more nodes are late, but the stage pays for its work alone.
         late_with_fewer = sum(
             1 << node for node in range(count) if fewer is not None and fewer[node] >= stage
         )
@@ -161,6 +163,8 @@ class _Reach:
                         firsts[other] = stage + 1
                 undecided = [other for other in undecided if firsts[other] == stage]
             else:
+                # All nodes before a node that passes, pass. So do nodes in the set of the cut whose
+                # late predecessors are all in it: the same set is a stage for them.
                 removed = self.before[node]
                 undecided = [
                     other

@@ -136,6 +136,8 @@ class PlacementVariables:
     def _choose_stages(self) -> None:
         """Require stages in pipeline order, each on one device, with the first ones used first."""
         count = len(self.nodes.nodes)
+        # y[node][p] says whether the node is at stage p or before. With such prefixes, the order of
+        # stages takes one implication per arc and stage.
         self.y = [[self._reached_by(node, p) for p in self.stages] for node in range(count)]
         self.used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
         self.cp.add(self.used[0] == 1)

@@ -87,6 +87,7 @@ def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Time
     found = exchanges(problem, nodes) if links else []
     over = {way: [exchange.over(link) for exchange in found] for way, link in links.items()}
     pairs = _there_and_back(problem)
+    # Many pairs of devices have the same links there and back: compute each copy once for them.
     kinds = {pair: kind for kind, pair in enumerate(dict.fromkeys(chain.from_iterable(pairs)))}
     places = [[kinds[pair] for pair in row] for row in pairs]
     nets, each_ms = [], []

@@ -126,6 +126,8 @@ def _anneal(
             continue
         for moved in together:
             state.move(moved, device)
+        # Metropolis' rule: a worse state is kept with probability exp(-worse / temperature), and
+        # the temperature falls with the square of the moves that are left.
         worse = state.norm() / before - 1 if before else 0.0
         if worse > 0 and random.random() >= exp(-worse / (warm * (1 - move / moves) ** 2 + 1e-9)):
             for moved in together:

@@ -253,6 +253,8 @@ class _Paid:
             )
         if source not in self._two:
             return each_ms[source][one] * has_one, each_ms[source][other] * has_other
+        # Which of the two has the source is open, or makes no difference where links are alike.
+        # Only the least transfer is certain.
         cut = (has_one and has_other) or bool(away)
         least_ms = min(each_ms[a][b] for a, b in permutations((one, other, *away), 2))
         return least_ms * (cut and has_one), least_ms * (cut and has_other)

@@ -103,6 +103,8 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
         return None
     alike = Counter((links[device], _able_ms(nodes, work, device)) for device in paying)
     fastest = Kind(min(len(paying), problem.most_devices), *cuts[best], least)
+    # Each kind needs a search of its own. If some devices must stay unused, it is also open how
+    # many of each kind are used. Then all of them count as the fastest.
     distinguished = len(alike) <= MOST_KINDS and len(paying) <= problem.most_devices
     kinds = [Kind(count, *cuts[link], list(able)) for (link, able), count in alike.items()]
     free = [work[device] for device in sorted(problem.untaxed)]

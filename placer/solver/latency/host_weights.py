@@ -82,6 +82,7 @@ def solved(
     """
     began = monotonic()
     header = {"id": request.content_hash()}
+    # The other half is for resting parameters, should the usual search find nothing.
     limit_s = {"time_limit_s": 0.5 * request.time_limit_s}
     plain = request.model_copy(update={"host_memory_bytes": None})
     found = solve(plain.model_copy(update=limit_s)).model_copy(update=header)
@@ -93,6 +94,7 @@ def solved(
     search.run(is_needed=found.status == "infeasible")
     if search.best is not None:
         return search.placement()
+    # Nothing was found, but nothing proves that no placement with resting parameters exists.
     if not search.is_impossible:
         return found.model_copy(update={"status": "unknown", "infeasible": None, "bound": 0.0})
     size = bytes_text(request.host_memory_bytes or 0)
@@ -224,10 +226,13 @@ class _Search:
         for largest in sorted(set(sizes)):
             others = [size for size in sizes if size <= largest]
             others.remove(largest)
+            # ``bytes(s)`` of the module's docstring: at least ``short + 2 s`` must rest, of which
+            # the largest layer itself is s.
             total = largest + _least_sum(others, short + largest)
             if total <= allowed:
                 least = min(least, total)
         self.is_impossible = is_needed and least == inf
+        # Unless it is proven that something must rest, a placement without copies may exist.
         if least == inf or not is_needed:
             return computing
         rate = sum(
@@ -306,6 +311,7 @@ class _Search:
         devices = self._problem.devices
         state = sum(layer.param_bytes + layer.buffer_bytes for layer in self._problem.layers)
         short = max(0, state - sum(device.usable_bytes for device in devices))
+        # The two buffers for copies take memory too, in the worst case of the largest layer's size.
         short += 2 * max(self._sizes)
         rates = [self._bandwidth(number) for number in range(len(devices))]
         attempts = [
@@ -353,6 +359,8 @@ class _Search:
             device not in self.rates for device in own
         ):
             return False
+        # The need counts all parameters as on the device. Resting ones leave it, and two buffers of
+        # the largest one come.
         for device, need in enumerate(needs):
             freed = sum(self._sizes[layer] for layer in own[device])
             if need - freed + self._buffer_bytes(own[device]) > 0:
@@ -384,6 +392,7 @@ class _Search:
         if not all(choices):
             return False
         before = self.best
+        # All combinations would be too many: one device's choice varies at a time.
         for device, options in enumerate(choices):
             others = [one[0] for number, one in enumerate(choices) if number != device]
             for option in options:
@@ -496,12 +505,15 @@ def _evenly(layers: Sequence[int], sizes: Sequence[int], need: int) -> frozenset
     if total < need:
         return None
     chosen: list[int] = []
+    # Take a layer when the bytes taken are behind the even share of the bytes passed by at least
+    # half of the layer.
     passed = taken = 0
     for layer in layers:
         passed += sizes[layer]
         if taken + sizes[layer] / 2 <= passed * need / total:
             chosen.append(layer)
             taken += sizes[layer]
+    # Rounding to whole layers may take too few bytes, or more than needed.
     for layer in sorted(set(layers) - set(chosen), key=lambda one: sizes[one]):
         if taken < need:
             chosen.append(layer)
@@ -525,6 +537,8 @@ def _least_sum(sizes: Sequence[int], need: int) -> int:
     unit = gcd(*sizes)
     if sum(sizes) // unit > MOST_SUMS:
         return need
+    # Bit n says whether some of the sizes sum to n units. The result is the lowest such sum from
+    # ``first`` on.
     reached = 1
     for size in sizes:
         reached |= reached << size // unit

@@ -39,6 +39,7 @@ def _parts(request: PlacementRequest) -> tuple[Profile, Profile, GenerationOptio
 def mean_pass(request: PlacementRequest) -> PlacementRequest:
     """Return the request that asks for a mean pass in place of a generation."""
     prompt, token, asked = _parts(request)
+    # Exact numbers: a rounding error would let ``ceil`` add a byte.
     share = Fraction(1, asked.new_tokens)
     sizes = _sizes(prompt), _sizes(token)
     values = dict.fromkeys([*sizes[0], *sizes[1]])

@@ -41,6 +41,8 @@ def check_together(request: JointRequest, found: JointPlacement) -> None:
         asked, placement = request.of_model(name), found.placements[name]
         check(asked, placement)
         total_ms += model.runs * latency_ms(asked, placement.layer_devices)
+        # The models run in turn: the state of all of them stays on a device, but only the largest
+        # of their working memories is in use at a time.
         memory = Memory(asked, placement.layer_devices, contiguous=False)
         for device in state:
             peak = max(map(sum, memory.splits(device, 1)))

@@ -223,6 +223,7 @@ class Memory:
                 waiting -= leaving[step]
                 yield kept + waiting, layer_at[step].forward_workspace_bytes
             waiting += arriving[step]
+        # A moment without a running layer: the recorded pass is over, and what is sent still stays.
         if own:
             yield kept + waiting, 0
 
@@ -261,6 +262,7 @@ class Memory:
                 sent[sharing[0]] += tie.gradient_bytes
         kept_at, layer_at = self._kept_at(device), self._layer_at(device)
         kept, waiting = sum(kept_at.values()), 0
+        # A layer's saved tensors are there during its own backward pass, and go after it.
         for step in sorted({*arriving, *sent, *layer_at}, reverse=True):
             if step in layer_at:
                 waiting -= used[step]

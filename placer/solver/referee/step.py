@@ -134,6 +134,7 @@ def choices(request: PlacementRequest) -> Iterator[PlacementRequest]:
         (order, True)
         for order in (contiguous_too if request.schedule == "auto" else [request.schedule])
     ]
+    # Several stages of one device do not recompute, so they are no choice if a device must.
     always = any(recompute.must(request, device.name) for device in request.devices)
     if request.is_training and request.schedule in ("auto", "interleaved") and not always:
         kinds += [("interleaved", False)] * (request.constraints.contiguous is not True)
@@ -381,6 +382,7 @@ class StepReading:
                     sent = ("gradients", pair, batch)
                     waits[sent].add(item)
                     waits[pair[0], "backward", batch].add(sent)
+            # A stage that receives no gradients begins its backward pass from the loss.
             if phase == "backward" and all(pair[0] != stage for pair in self._gradients):
                 waits[item].add((len(self._devices) - 1, "forward", batch))
         for lane in self._lanes():

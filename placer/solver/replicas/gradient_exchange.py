@@ -98,6 +98,7 @@ def exchanges(
     """
     costs = problem.replication
     assert costs is not None
+    # All times here count a device's passes alone, without the gaps between them.
     busy, ended = passes_of_step(pipeline, plan)
     layers: list[list[int]] = [[] for _ in pipeline.places]
     for layer, stage in enumerate(stage_of):
@@ -196,6 +197,7 @@ def piece_forwards(problem: Problem, layers: Sequence[int], device: int) -> list
     """Return the bytes and the forward time of each piece of a stage, in execution order."""
     sizes = [problem.layers[layer].grad_bytes for layer in layers]
     kind = problem.devices[device].type
+    # A stage without gradients has no pieces, but its forward pass takes time all the same.
     return [
         (
             sum(sizes[place] for place in piece),
@@ -217,6 +219,7 @@ def with_exchanges(pipeline: Pipeline, found: dict[int, Exchange]) -> Pipeline:
     """Return the pipeline whose optimizers include the exchanges of their devices."""
     slots: list[float] = []
     for stage, device in enumerate(pipeline.places):
+        # A device has one slot in a step, however many stages it has.
         is_first = pipeline.places.index(device) == stage
         slots.append(found[device].slot_ms if is_first else 0.0)
     return replace(pipeline, optimizer_ms=tuple(slots))
@@ -309,6 +312,8 @@ def slot_bounds(problem: Problem) -> list[SlotBound]:
         return problem.forward_ms[layer][device]
 
     def ways(times: tuple[ExchangeTime, ...], hidden_ms: LayerMs) -> list[SlotBound]:
+        # Passes hide no more than their own time. And nothing hides the last piece, which has 1 /
+        # PIECES of the bytes, up to the size of a layer.
         def whole_ms(layer: int, device: int) -> float:
             size_bytes = problem.layers[layer].grad_bytes
             return size_bytes * times[device].byte_ms - hidden_ms(layer, device)

@@ -473,6 +473,7 @@ class GroupModel:
         compute, send, receive = self._loads(groups, again)
         for group, costs_of in zip(groups, exchanged, strict=True):
             if costs_of is not None and costs_of.replicas > 1:
+                # Gradients are exchanged once in a batch, and a micro-batch pays its share.
                 size = sum(problem.layers[layer].grad_bytes for layer in group.layers)
                 for device in group.devices:
                     compute[device] += size * costs_of.byte_ms(0) / chunks

@@ -221,6 +221,7 @@ class GroupSearch:
         Returns:
             Whether it is the best plan.
         """
+        # Plans with one number of replicas for all stages belong to the search for equal pipelines.
         counts = [count for _, _, count in stages]
         least = self.request.constraints.min_devices or 1
         is_own = len(set(counts)) > 1 and units_of(counts) == choice.model.units

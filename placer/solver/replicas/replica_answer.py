@@ -96,6 +96,7 @@ def placement_of_shares(
     ]
     alone = [0] * len(problems[0].layers)
     results = [costs.costs_of(problem, alone) for problem in problems]
+    # The first device's placement is the template; what differs by device is replaced below.
     placement = answer.found(problems[0], alone, 0.0, "shares of unlike devices", 0.0)
     names = [request.devices[device].name for device in found.devices]
     replicas = tuple(
@@ -140,6 +141,8 @@ def _step_of_shares(
     for result in results:
         assert result.pipeline is not None and result.plan is not None
         passes_ms.append(schedule.step_ms(result.pipeline, result.plan))
+    # The formula of ``uneven_shares.py``: reductions wait for the slowest device, then the longest
+    # optimizer ends the step.
     busy_until_ms = max(
         one.waits_ms + ms + one.exposed_ms for ms, one in zip(passes_ms, exchanged, strict=True)
     )

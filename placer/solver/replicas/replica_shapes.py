@@ -90,6 +90,8 @@ def _divisions(
     if any(len(members) % count for members in classes.values()):
         return
     place = {device.name: index for index, device in enumerate(request.devices)}
+    # Consecutive devices form a pipeline on few hosts. With a stride, the replicas of a stage are
+    # on few hosts instead, which makes their exchange quicker.
     for is_strided in (False, True):
         pipelines: list[list[Device]] = [[] for _ in range(count)]
         for members in classes.values():

@@ -161,6 +161,8 @@ class UnevenShares:
         for one in candidates:
             replicas, known = len(one.devices), self._known(known_ms)
             bound = one.bound
+            # A skipped candidate may be better by less than half of the proven gap: the answer
+            # still counts as optimal.
             if bound < known * (1 - PROVEN_GAP / 2) and not self._over():
                 best = self._best_of(one)
                 bound = inf if best is None else best.bound_ms
@@ -187,6 +189,7 @@ class UnevenShares:
             least_ms = max(float(self._by_size(device).optimizer.min()) for device in devices)
             optimizer_ms = least_ms / shared.replicas
             rate = sum(self._best_rate(device) for device in devices)
+            # More micro-batches would give some device less than the smallest measured size.
             for chunks in range(1, whole // (self._least * len(devices)) + 1):
                 samples, rest = divmod(whole, chunks)
                 if rest or samples > self._most * len(devices):
@@ -284,6 +287,8 @@ class UnevenShares:
         """Return the best shares of a candidate that fit into memory, or None without any."""
         samples = self._request.whole_batch_size // one.chunks
         costs_ms = [self._costs_ms(one, device) for device in one.devices]
+        # Search without memory limits first. A device whose share does not fit then loses all sizes
+        # that do not fit, so each device is a misfit once at most, and the loop ends.
         while True:
             longest_ms, shares = _fairest(costs_ms, self._least, samples)
             if longest_ms == inf:
@@ -295,6 +300,9 @@ class UnevenShares:
             ]
             if not misfits:
                 optimizer_ms = self._optimizer_ms(one, shares)
+                # No shares have a smaller maximum, and none have a shorter optimizer; but the
+                # shares with the smallest maximum may have a longer optimizer. So the bound is not
+                # always the step.
                 return SharedBatch(
                     one.devices,
                     shares,
@@ -321,10 +329,13 @@ class UnevenShares:
         times = self._by_size(device)
         reduce, gather = one.replication.reduce[0], one.replication.gather[0]
         exposed, waits = np.zeros_like(times.passes), np.zeros_like(times.passes)
+        # From the last piece on: reduce(j) + ... + reduce(last), as in the formula of ``exposed``.
         left_ms = 0.0
         for tail, size in zip(reversed(times.tails), reversed(times.tail_bytes), strict=True):
             left_ms += reduce.time_ms(size)
             exposed = np.maximum(exposed, left_ms - tail)
+        # A piece waits until the parameters of all pieces up to it are gathered, less the time in
+        # which the pieces before it compute.
         gathered_ms, passed = 0.0, np.zeros_like(times.passes)
         for forward, size in zip(times.forwards, times.forward_bytes, strict=True):
             gathered_ms += gather.time_ms(size)
@@ -392,6 +403,7 @@ def _fairest(costs_ms: Sequence[Times], least: int, samples: int) -> tuple[float
         least: the smallest size.
         samples: the sum of all shares.
     """
+    # best[k][m] is ``best(k, m)`` of the module's docstring.
     best = [np.full(samples + 1, inf)]
     best[0][0] = 0.0
     for own in costs_ms:

@@ -80,6 +80,21 @@ def test_what_is_no_placement_is_refused_with_exit_code_2(run: Run, tmp_path: Pa
     assert "holds a profile; a placement is needed" in answer.err
 
 
+@pytest.mark.parametrize("command", ["measure", "refine"])
+def test_a_placement_of_another_model_is_refused(run: Run, tmp_path: Path, command: str) -> None:
+    """Every ``nn.Sequential`` has a layer ``0``, so the names do not tell models apart."""
+    placement = Placement(
+        status="feasible",
+        objective="throughput",
+        model="Sequential",
+        layer_devices={"0": "cpu:0", "1": "cpu:1"},
+    )
+    (tmp_path / "other.json").write_text(placement.to_json())
+    answer = run(command, "placer.zoo.seqnet:SeqNet", tmp_path / "other.json", "--input", "2x1x8x8")
+    assert answer.code == 2
+    assert "the placement is of a model Sequential, and MODEL makes a SeqNet; give" in answer.err
+
+
 def test_inputs_that_are_missing_are_exit_code_2(run: Run, placed: Callable[[bool], Path]) -> None:
     answer = run(*TOY, placed(False))
     assert answer.code == 2
@@ -98,9 +113,10 @@ def test_more_micro_batches_than_samples_are_refused(
 def test_a_trace_that_cannot_be_written_is_exit_code_2_and_what_was_measured_is_still_printed(
     run: Run, placed: Callable[[bool], Path], tmp_path: Path
 ) -> None:
-    answer = run(*TOY, placed(False), "--input", "4x10", "--trace", tmp_path)
+    trace = tmp_path / ("x" * 300)
+    answer = run(*TOY, placed(False), "--input", "4x10", "--trace", trace)
     assert answer.code == 2
-    assert f"cannot write {tmp_path}: Is a directory" in answer.err
+    assert f"cannot write {trace}: File name too long" in answer.err
     assert len(json.loads(answer.out)["devices"]) == 2
 
 

@@ -195,7 +195,7 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
     ("arguments", "message"),
     [
         (["no_colon", "-i", "2x3"], "'no_colon' names no model; write package.module:callable"),
-        (["no.such.module:f", "-i", "2x3"], "cannot import 'no.such.module'"),
+        (["no.such.module:f", "-i", "2x3"], "No module named 'no'; install it, or start"),
         (["placer.zoo.toy:Absent", "-i", "2x3"], "there is no 'Absent' in module 'placer.zoo.toy'"),
         (
             ["placer.zoo.toy:ToyModl", "-i", "2x3"],
@@ -424,6 +424,7 @@ def test_profile_shows_a_table_for_each_micro_batch_size_on_a_terminal(run: Run)
             ["--batch-sizes", "4", "-o", "nowhere/a.json"],
             "cannot write nowhere/a.json: there is no folder nowhere",
         ),
+        (["-o", "/"], "cannot write /: it is a folder; name a file in it"),
         (
             ["--batch-sizes", "4", "--gather", "-o", "a.json"],
             "--batch-sizes 4 does not go with --gather",

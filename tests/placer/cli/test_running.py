@@ -70,7 +70,27 @@ def test_what_cannot_run_is_one_line_and_an_exit_code(run: Run, llama: Path) -> 
     assert missing.err == (
         "error: there is no folder /no/such/folder; give the path of a checkpoint folder\n"
     )
+    endless = run("run", llama, "--prompt", "w1", "--max-new-tokens", "64", *ON_TWO)
+    assert (endless.code, endless.err) == (
+        2,
+        "error: --max-new-tokens 64 leaves no room for a prompt in --context 64; give a larger"
+        " context, or fewer tokens\n",
+    )
     small = run("run", llama, "--prompt", "w1", "--memory", "20KiB", *ON_TWO)
     assert (small.code, small.out) == (3, "")
     last = small.err.splitlines()[-1]
     assert last.startswith("error: LlamaForCausalLM with texts of 64 tokens does not fit on two")
+
+
+def test_a_prompt_without_tokens_is_refused_before_the_model_is_measured(
+    run: Run, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*given: object, **options: object) -> None:
+        raise AssertionError("the model is measured")
+
+    monkeypatch.setattr("placer.pretrained.from_pretrained.question", measure)
+    answer = run("run", llama, "--prompt", "", *ON_TWO)
+    assert (answer.code, answer.err.splitlines()[-1]) == (
+        2,
+        "error: prompt is '', which has no tokens; give a longer text",
+    )

@@ -80,6 +80,17 @@ def test_a_folder_that_is_not_there_is_told_before_the_work(run: Run) -> None:
         assert "cannot write /no/such/folder/x: there is no folder /no/such/folder" in answer.err
 
 
+def test_names_that_look_like_emoji_or_markup_are_printed_as_they_are(
+    run: Run, tmp_path: Path
+) -> None:
+    answer = run("show", "a:x:[/b]")
+    assert answer.err == "error: cannot read a:x:[/b]: No such file or directory\n"
+    named = json.loads(chain([1.0, 1.0]).to_json().replace("l0", "a:x:[/b]"))
+    (tmp_path / "named.json").write_text(json.dumps(named))
+    answer = run("show", str(tmp_path / "named.json"))
+    assert answer.code == 0 and "a:x:[/b]" in answer.out, answer.err
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_no_number_of_a_table_is_broken_over_two_lines(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int

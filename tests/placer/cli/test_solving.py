@@ -169,9 +169,10 @@ def test_solve_writes_the_placement_to_a_file(run: Run, chain_file: Path, tmp_pa
 def test_a_file_that_cannot_be_written_is_exit_code_2_and_the_placement_is_still_printed(
     run: Run, chain_file: Path, tmp_path: Path
 ) -> None:
-    answer = run("solve", chain_file, "-o", tmp_path, terminal=True)
+    path = tmp_path / ("x" * 300)
+    answer = run("solve", chain_file, "-o", path, terminal=True)
     assert (answer.code, answer.placement.status) == (2, "optimal")
-    assert f"cannot write {tmp_path}: Is a directory" in answer.err
+    assert f"cannot write {path}: File name too long" in answer.err
 
 
 def test_a_file_that_cannot_be_written_is_left_as_it_was(

@@ -108,24 +108,44 @@ def test_the_placement_has_memory_for_keys_and_values_of_the_context(
         found = placed(llama, context=context).placement
         return sum(device.memory.buffer_bytes for device in found.devices)
 
-    assert buffers(96) - buffers(32) == 64 * cache_bytes_per_token(llama)
+    # decoding has room for 64 tokens at least
+    assert buffers(128) - buffers(32) == 64 * cache_bytes_per_token(llama)
+
+
+@pytest.mark.parametrize("most", [256, 74])
+def test_the_memory_for_a_context_is_what_decoding_allocates(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Decoding rounds 70 tokens up to 128, also in a model that reads no more than 74."""
+    monkeypatch.setattr(checkpoints, "DEFAULT_TOKENS", 16)
+    folder = changed(llama, tmp_path / "copy", max_position_embeddings=most)
+
+    def reserved(context: int) -> int:
+        found = placed(folder, context=context).placement
+        return sum(device.memory.buffer_bytes for device in found.devices)
+
+    llm = placed(folder, context=70)
+    llm.generate(torch.randint(3, 50, (1, 7)), max_new_tokens=63, min_new_tokens=63)
+    capacity = llm.flow.generation_report.capacity
+    assert capacity == 128
+    assert reserved(70) - reserved(64) == (capacity - 64) * cache_bytes_per_token(folder)
 
 
 def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "DEFAULT_TOKENS", 16)
-    fitting = placed(llama, devices=1, context=32).placement.devices[0].memory.total_bytes
+    fitting = placed(llama, devices=1, context=64).placement.devices[0].memory.total_bytes
     with pytest.raises(InfeasibleError) as caught:
         placed(
-            llama, devices=1, context=256, memory_bytes=fitting + 32 * cache_bytes_per_token(llama)
+            llama, devices=1, context=256, memory_bytes=fitting + 64 * cache_bytes_per_token(llama)
         )
     message = str(caught.value)
     assert message.startswith("LlamaForCausalLM with texts of 256 tokens does not fit on one ")
     assert "the fullest needs" in message
-    # 32 tokens and the memory of 32 more; within a fiftieth
+    # 64 tokens and the memory of 64 more; within a fiftieth
     shorter = message.partition("would fit: texts of ")[2]
-    assert shorter.startswith(("63 tokens instead of 256", "64 tokens instead of 256"))
+    assert re.match(r"12[678] tokens instead of 256", shorter)
 
 
 def test_memory_limits_spread_the_model_over_both_devices(llama: Path) -> None:
@@ -256,7 +276,22 @@ def test_a_model_name_is_resolved_like_transformers_does(
     (entry / "refs" / "main").write_text("0" * 40)
     shutil.copytree(llama, entry / "snapshots" / ("0" * 40))
     assert checkpoint_folder("tiny/llama").samefile(entry / "snapshots" / ("0" * 40))
-    with pytest.raises(InputError, match="tiny/other is neither a folder nor a model"):
+    message = "no folder tiny/other, and the hub could not be reached .*; give the path"
+    with pytest.raises(InputError, match=message):
+        placed("tiny/other")
+
+
+def test_a_name_that_the_hub_refuses_is_named_with_the_hubs_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def refuse(*given: Any, **options: Any) -> str:
+        raise RuntimeError("404 Client Error.\n\nRepository Not Found")
+
+    monkeypatch.setattr(hub, "snapshot_download", refuse)
+    message = "no folder tiny/other, and the hub did not provide .*: 404 Client Error; correct"
+    with pytest.raises(InputError, match=message):
         placed("tiny/other")
 
 

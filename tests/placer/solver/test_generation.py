@@ -426,6 +426,21 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("tokens", [5, 12])
+def test_prompt_tokens_other_than_the_measured_ones_are_refused(tokens: int) -> None:
+    """A mask of other sizes does not hide that values have nine rows instead of one."""
+    mask = Edge(source="a", targets=("c", "d"), bytes=30)
+    token = _token(edges=(*_token().edges, mask.model_copy(update={"bytes": 20})))
+    rows = [edge.model_copy(update={"bytes": 9 * edge.bytes}) for edge in _token().edges]
+    prompt = request().profile.model_copy(update={"edges": (*rows, mask)})
+    fields = _fields(profile=prompt, token_profile=token)
+    assert PlacementRequest(**fields).generation == request().generation
+    fields["generation"] = GenerationOptions(prompt_tokens=tokens, new_tokens=6)
+    message = f"prompt_tokens is {tokens}, .* 9 times as large .*; give 9, or measure a prompt of"
+    with pytest.raises(InputError, match=message):
+        PlacementRequest(**fields)
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_a_request_is_refused_that_has(what: str) -> None:
     changed, message = WRONG[what]

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from placer import InputError, PlacerError
-from placer.utils.error_translation import ErrorTranslation
+from placer.utils.error_translation import ErrorTranslation, reason
 
 
 class _Large:
@@ -50,3 +50,32 @@ def test_an_error_that_is_not_translated_goes_on_as_it_is() -> None:
     assert told.value.__cause__ is None
     with ErrorTranslation(_translated):
         pass
+
+
+def _lazily_imported() -> None:
+    try:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist.\nA second line.")
+        except RuntimeError as error:
+            raise ImportError("torchvision cannot be used") from error
+    except ImportError:
+        # as a module's __getattr__ does, without ``from``
+        raise ModuleNotFoundError("Could not import module 'LlamaConfig'.")  # noqa: B904
+
+
+def test_the_reason_of_a_lazy_import_is_the_first_error_of_the_chain() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        _lazily_imported()
+    assert reason(caught.value) == (
+        "Could not import module 'LlamaConfig'"
+        " (RuntimeError: operator torchvision::nms does not exist)"
+    )
+
+
+def test_the_reason_of_an_error_without_another_cause_is_its_first_line() -> None:
+    repeated = ValueError("cannot connect: refused")
+    repeated.__cause__ = OSError("refused")
+    hidden = ValueError("no such name")
+    hidden.__context__, hidden.__suppress_context__ = KeyError("name"), True
+    found = [reason(error) for error in (repeated, hidden, ValueError("one.\ntwo"), ValueError())]
+    assert found == ["cannot connect: refused", "no such name", "one", "ValueError"]

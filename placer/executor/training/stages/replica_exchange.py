@@ -231,10 +231,12 @@ class Exchange:
         packed: dict[tuple[str, ...], _Packed] = {}
         for place, some in _by_reader(group, pieces):
             names, own = tuple(one.name for one in some), [one.parameter for one in some]
+            # Devices that read the same parameters share one packed copy on the owner.
             if names not in packed:
                 packed[names] = _Packed(owner, list(own), *_room(own, owner))
             landing = landings[owner, place, own[0].dtype][position % _LANDINGS]
             landed = landing.memory[: _layout(own)[1]]
+            # A device that reads the whole group takes one addition for all of its gradients.
             is_whole = len(some) == len(group)
             values, gradients = _replicas(some, place)
             self._buckets.append(

@@ -312,6 +312,7 @@ class Weights:
         fresh: set[str] = set()
         for place, totals in self._totals.items():
             lane = lanes.get(place)
+            # A parameter's home may be a device without stages, which has no lane of its own.
             if lane is None:
                 lane = Lane(place)
                 lane.wait(begun[place])
@@ -319,6 +320,8 @@ class Weights:
                 for one in totals:
                     if one.aliases.isdisjoint(self._reached) and not keep(one.parameter):
                         one.parameter.grad = None
+                    # This comes before any write to the gradient's memory, which the caller may
+                    # still read.
                     self._leave_to_holder(one)
                 begins = [one for one in totals if not (keep(one.parameter) and self._adopt(one))]
                 fresh.update(one.name for one in begins)
@@ -354,6 +357,8 @@ class Weights:
         )
 
     def _hand(self, one: _Total) -> None:
+        # A new tensor over the same memory. A weak reference to it shows later whether the
+        # parameter still has it, and whether anyone else keeps it.
         one.parameter.grad = handed = one.gradient.detach()
         self._handed[id(one.parameter)] = ref(handed)
 
@@ -369,6 +374,8 @@ class Weights:
             known = self._handed.pop(id(one.parameter), None)
             kept = None if known is None else known()
             if kept is not None:
+                # The next batch writes to the shared memory: give the caller's tensor memory of its
+                # own.
                 kept.data = kept.clone()
 
     def _adopt(self, one: _Total) -> bool:

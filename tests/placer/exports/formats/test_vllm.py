@@ -69,7 +69,7 @@ def test_the_order_of_devices_is_noted_where_it_is_not_their_own() -> None:
 
 def test_a_placement_for_training_is_noted() -> None:
     notes = FORMAT.notes(Plan({"h.0": "x", "h.1": "y"}, {}, training=True))
-    assert any("solve again with training=False" in note for note in notes)
+    assert any("solve again with training=False (--inference)" in note for note in notes)
 
 
 def test_replicas_are_refused() -> None:
