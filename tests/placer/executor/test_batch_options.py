@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import named
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -265,7 +266,9 @@ def _in_batch(output: Any, _: Any) -> Tensor:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("loss_fn", [_clip, _batch_hard, _in_batch])
+@pytest.mark.parametrize(
+    "loss_fn", [_clip, _batch_hard, pytest.param(_in_batch, marks=pytest.mark.exhaustive)]
+)
 def test_a_loss_that_compares_samples_is_refused_with_chunks_and_right_without(
     loss_fn: Any, path: str
 ) -> None:
@@ -518,7 +521,9 @@ def test_a_model_that_computes_its_own_loss_is_refused_or_weighed(path: str) -> 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("model", [RecurrentTagger, Encoder])
+@pytest.mark.parametrize(
+    "model", [Tagger, pytest.param(RecurrentTagger, marks=pytest.mark.exhaustive), Encoder]
+)
 @pytest.mark.parametrize("length", [6, 4])
 def test_sequence_first_models_are_refused_and_the_error_names_the_declaration(
     model: type[nn.Module], path: str, length: int
@@ -591,7 +596,9 @@ DIMENSION_1 = [
 
 @pytest.mark.covering
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("options", DIMENSION_1, ids=str)
+@pytest.mark.parametrize(
+    "options", named({str(each): each for each in DIMENSION_1}, [str(DIMENSION_1[0])])
+)
 def test_a_target_is_cut_along_the_only_dimension_of_its_size(
     options: BatchOptions, path: str
 ) -> None:
@@ -653,7 +660,7 @@ def test_a_later_target_is_cut_as_the_earlier_ones() -> None:
 
 
 def test_a_stream_of_sequence_first_batches_needs_one_capture() -> None:
-    flow = placed(Encoder().eval())
+    flow = placed(Tagger().eval())
     batches = [torch.randint(9, (6, size)) for size in (4, 3, 5, 2, 6)]
     want = [flow(batch).to("cpu") for batch in batches]
     for got, expected in zip(
@@ -896,7 +903,7 @@ def test_inputs_of_unlike_batches_are_refused_where_both_are_declared() -> None:
 
 
 def test_a_placement_carries_the_declaration_to_its_flow() -> None:
-    model, ids = Encoder().eval(), torch.randint(9, (6, 4))
+    model, ids = Tagger().eval(), torch.randint(9, (6, 4))
     options = BatchOptions(inputs={"ids": 1}, outputs=1)
     found = placer.profile(
         model,
@@ -926,7 +933,7 @@ def test_a_placement_carries_the_declaration_to_its_flow() -> None:
 
 def test_other_batch_sizes_are_measured_along_the_declared_dimension() -> None:
     profiles = placer.profile(
-        Encoder(),
+        Tagger(),
         torch.randint(9, (6, 4)),
         DEVICES[:1],
         progress=False,

@@ -359,6 +359,7 @@ def _run_layers(model: nn.Module, inputs: list[Any], **options: Any) -> tuple[An
     return graph, [values[name] for name in graph.outputs]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "make", [BranchOnAValue, Item, NumpyCall, CustomFunction, LoopOverData, Nonzero]
 )
