@@ -85,7 +85,7 @@ def check_step(
     target: Any,
     options: BatchOptions | None,
     path: str = "captured",
-    chunks: tuple[int, ...] = (1, 2, 4),
+    chunks: tuple[int, ...] = (1, 4),
 ) -> None:
     """Compare loss and gradients of steps with those of the unsplit model."""
     want, want_gradients = unsplit(model, loss_fn, inputs, target)
@@ -452,11 +452,11 @@ def test_unequal_numbers_of_ignored_labels_are_refused_or_weighed(path: str) -> 
     with pytest.raises(BatchError, match=r"BatchOptions\(weigh=f\)"):
         placed(model, path).train_step(loss_fn)(x, UNEQUAL, chunks=2)
     # seen, as it is torch's own mean
-    check_step(model, _ignoring(0), x, UNEQUAL, None, path, chunks=(1, 2, 4))
+    check_step(model, _ignoring(0), x, UNEQUAL, None, path)
     check_step(
-        model, loss_fn, x, UNEQUAL, BatchOptions(weigh=lambda _, t: t != 0), path, chunks=(1, 2)
+        model, loss_fn, x, UNEQUAL, BatchOptions(weigh=lambda _, t: t != 0), path, chunks=(2,)
     )
-    check_step(model, loss_fn, x, EQUAL, None, path, chunks=(1, 2))
+    check_step(model, loss_fn, x, EQUAL, None, path, chunks=(2,))
 
 
 @pytest.mark.covering
@@ -661,7 +661,7 @@ def test_a_later_target_is_cut_as_the_earlier_ones() -> None:
 
 def test_a_stream_of_sequence_first_batches_needs_one_capture() -> None:
     flow = placed(Tagger().eval())
-    batches = [torch.randint(9, (6, size)) for size in (4, 3, 5, 2, 6)]
+    batches = [torch.randint(9, (6, size)) for size in (4, 3, 6)]
     want = [flow(batch).to("cpu") for batch in batches]
     for got, expected in zip(
         flow.stream(batches, batch_options=BatchOptions(inputs=1)), want, strict=True
