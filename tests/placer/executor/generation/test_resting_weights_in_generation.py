@@ -37,8 +37,10 @@ def ids(seed: int) -> Tensor:
 @pytest.mark.parametrize(
     "resting, first",
     [
-        pytest.param([1, 2, 4], LAYERS, marks=pytest.mark.exhaustive),
-        (range(LAYERS), LAYERS),
+        *(
+            pytest.param(numbers, LAYERS, marks=pytest.mark.exhaustive)
+            for numbers in ([1, 2, 4], range(LAYERS))
+        ),
         ([0, 1, 2, 4, 5], 3),
     ],
 )

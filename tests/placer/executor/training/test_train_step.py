@@ -205,7 +205,7 @@ def test_interleaved_segments_train_as_the_unsplit_model(
     compare(name, "interleaved", places, chunks=chunks)
 
 
-@pytest.mark.covering(every=5)
+@pytest.mark.covering(every=8, first=5)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["unet", "tied gpt"])
 def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_model(
