@@ -121,3 +121,15 @@ def test_a_parameter_that_does_not_exist_is_refused() -> None:
 
 def test_values_that_cannot_be_hashed_are_compared_by_their_text() -> None:
     assert covering.choose([{"sizes": [1]}, {"sizes": [1]}, {"sizes": [2]}]) == [0, 2]
+
+
+def test_further_values_of_a_parameter_are_exhaustive_and_the_others_have_their_names() -> None:
+    cases = covering.named({"one": 1, "two": 2, "pair": (3, 4)}, further=["two"])
+    assert [(case.id, case.values) for case in cases] == [
+        ("one", (1,)),
+        ("two", (2,)),
+        ("pair", (3, 4)),
+    ]
+    assert [[mark.name for mark in case.marks] for case in cases] == [[], ["exhaustive"], []]
+    with pytest.raises(ValueError, match="'three'"):
+        covering.named({"one": 1}, further=["three"])

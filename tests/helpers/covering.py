@@ -11,13 +11,16 @@ pairs of values come first, then those whose values were chosen less often, then
 The other cases get the marker ``exhaustive``.
 
 ``covering(every=4)`` lets the first case of each four run instead, and ``covering(every=4,
-first=2)`` the third. They are for tests whose module has another test with the same values."""
+first=2)`` the third. They are for tests whose module has another test with the same values.
+
+``named(VALUES, further=...)`` gives the values of one parameter by name, some of which are further
+cases: they are ``exhaustive``, and the marker chooses among the others."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +35,7 @@ def mark_rest(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of tests with the marker ``covering`` that `make test` leaves out."""
     products: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker(MARKER):
+        if item.get_closest_marker(MARKER) and not item.get_closest_marker(REST):
             products[item.nodeid.partition("[")[0], item.name.partition("[")[0]].append(item)
     for cases in products.values():
         marker = cases[0].get_closest_marker(MARKER)
@@ -45,6 +48,25 @@ def mark_rest(items: Sequence[pytest.Item]) -> None:
         for place, case in enumerate(cases):
             if place not in kept:
                 case.add_marker(REST)
+
+
+def named(values: Mapping[str, Any], further: Collection[str] = ()) -> list[Any]:
+    """Return the values of a parameter, with their names as ids.
+
+    Args:
+        values: by name; a tuple gives several parameters.
+        further: names of values that run the same code as others: their cases are exhaustive.
+    """
+    if unknown := {*further} - {*values}:
+        raise ValueError(f"`further` names {sorted(unknown)}, which are not values")
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            id=name,
+            marks=getattr(pytest.mark, REST) if name in further else (),
+        )
+        for name, value in values.items()
+    ]
 
 
 def choose(cases: Sequence[dict[str, Any]], together: Sequence[str] = ()) -> list[int]:

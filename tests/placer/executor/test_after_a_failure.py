@@ -144,7 +144,7 @@ def _bad_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target, reduction="none")
 
 
-@pytest.mark.parametrize("waiting", [True, False])
+@pytest.mark.parametrize("waiting", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_new_step_that_fails_at_once_leaves_no_gradient_of_another_as_zero_grad_does(
     waiting: bool,
 ) -> None:

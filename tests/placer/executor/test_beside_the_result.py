@@ -250,7 +250,7 @@ def test_host_numbers_are_drawn_anew_in_every_call() -> None:
     assert len({float(result.sum()) for result in given}) == 2
 
 
-@pytest.mark.covering(every=4)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("make", [*CAPTURED, *REFUSED])
 def test_looking_at_a_model_leaves_nothing_on_it(make: type[nn.Module]) -> None:
     model, reference = twins(make)

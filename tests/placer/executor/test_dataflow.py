@@ -136,7 +136,9 @@ def test_switching_a_part_of_the_model_to_eval_is_seen() -> None:
         )
 
 
-@pytest.mark.parametrize("sizes", [(6, 1, 3, 6), (1, 4), (2, 5)])
+@pytest.mark.parametrize(
+    "sizes", [(6, 1, 3, 6), (1, 4), pytest.param((2, 5), marks=pytest.mark.exhaustive)]
+)
 def test_batches_of_another_size_run(sizes: tuple[int, ...]) -> None:
     model, reference = twins(Model, training=False)
     with logical_devices(3):

@@ -135,7 +135,7 @@ def _caught(run: Callable[[], None]) -> bool:
     return False
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_with_all_its_transfers_equals_the_unsplit_one(name: str) -> None:
     make, inputs = MODELS[name]
@@ -165,7 +165,7 @@ def test_every_forgotten_transfer_forwards_is_caught(
     assert missed == []
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_forgotten_transfer_backwards_is_caught(
     name: str, monkeypatch: pytest.MonkeyPatch

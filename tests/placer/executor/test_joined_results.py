@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import named
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -103,7 +104,16 @@ def _split(model: nn.Module, *inputs: Tensor, chunks: int, outputs: Any = None) 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("chunks", [2, 3, 7])
-@pytest.mark.parametrize("way", EQUAL.values(), ids=EQUAL)
+@pytest.mark.parametrize(
+    "way",
+    named(
+        EQUAL,
+        further=[
+            *("sum", "half a sum", "sum of sums", "means of means", "loss, a sum", "transposed"),
+            *("a sum over the samples", "mean"),
+        ],
+    ),
+)
 def test_results_of_micro_batches_make_that_of_the_batch(way: Way, chunks: int) -> None:
     torch.manual_seed(0)
     model, x = _Ended(way).double(), torch.randn(7, 6, dtype=torch.float64)
@@ -116,7 +126,7 @@ def test_results_of_micro_batches_make_that_of_the_batch(way: Way, chunks: int) 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("chunks", [2, 7])
-@pytest.mark.parametrize(("way", "outputs"), DECLARED.values(), ids=DECLARED)
+@pytest.mark.parametrize(("way", "outputs"), named(DECLARED, further=["largest"]))
 def test_results_are_joined_as_declared(way: Way, outputs: Any, chunks: int) -> None:
     torch.manual_seed(0)
     model, x = _Ended(way).double(), torch.randn(7, 6, dtype=torch.float64)
@@ -128,7 +138,7 @@ def test_results_are_joined_as_declared(way: Way, outputs: Any, chunks: int) -> 
         _split(model, x, chunks=chunks, outputs=0)
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=4, first=1)
 @pytest.mark.parametrize("way", REFUSED.values(), ids=REFUSED)
 def test_what_only_all_samples_tell_is_refused(way: Way) -> None:
     for chunks in (2, 6):

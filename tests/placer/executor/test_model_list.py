@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import named
 from model_list import CASES, LANGUAGE, SMALL, VISION, Case, converted
 from small_requests import THOROUGH
 from splitting import assert_split_equals_unsplit
@@ -12,10 +13,17 @@ from splitting import assert_split_equals_unsplit
 MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
+# Models that other tests run split, in training steps or streams, and those like another one.
+FURTHER = [
+    *("unet", "unet_bilinear", "gpt", "gpt_tied", "lstm_time_first", "skips"),
+    *("LlamaForCausalLM", "MixtralForCausalLM"),
+]
+
+
 @pytest.mark.covering
 @MODES
 @pytest.mark.parametrize("kind", ["fine", "submodule", "placement"])
-@pytest.mark.parametrize("case", [*SMALL, *LANGUAGE], ids=str)
+@pytest.mark.parametrize("case", named({case.name: case for case in (*SMALL, *LANGUAGE)}, FURTHER))
 def test_split_equals_unsplit_under_every_kind_of_map(
     case: Case, kind: str, training: bool
 ) -> None:

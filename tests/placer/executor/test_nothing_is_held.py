@@ -80,6 +80,7 @@ def both() -> CapturedOnce:
     return CapturedOnce(_Model, dtype=torch.float32)
 
 
+@pytest.mark.covering("schedule", "recompute")
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("fault", [_no_memory, KeyboardInterrupt, lambda: ValueError("a fault")])

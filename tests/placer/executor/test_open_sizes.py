@@ -106,7 +106,7 @@ def _assert_all_equal(
 
 def test_a_third_length_has_the_model_captured_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_captures(monkeypatch)
-    _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 6, 12, 3, 2, 40, 5)])
+    _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 40, 2, 5)])
     assert len(made) == 2
 
 
@@ -120,7 +120,7 @@ def test_a_length_and_a_batch_of_one_have_graphs_of_their_own() -> None:
     """torch takes a size of one for fixed: what is added to it may be spread over it."""
     _assert_all_equal(
         Attends,
-        [_ids(5), _ids(6), _ids(1), _ids(7), _ids(7, 1), _ids(1, 1), _ids(8, 1), _ids(9, 1)],
+        [_ids(5), _ids(1), _ids(7), _ids(7, 1), _ids(1, 1), _ids(8, 1)],
     )
 
 
@@ -137,7 +137,7 @@ def test_what_a_model_does_with_long_inputs_alone_is_captured_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = count_captures(monkeypatch)
-    _assert_all_equal(Branches, [_floats(3, length, 4) for length in (4, 5, 9, 6, 12, 7, 20, 8)])
+    _assert_all_equal(Branches, [_floats(3, length, 4) for length in (4, 5, 9, 6, 12, 8)])
     assert len(made) == 3
 
 
@@ -212,7 +212,7 @@ class ScalesLate(OfOneLength):
 
 @pytest.mark.parametrize("make", [Counts, ScalesLate])
 def test_state_of_the_model_itself_is_found_whatever_length_came_before(make: Any) -> None:
-    _assert_all_equal(make, [_floats(3, length, 4) for length in (5, 12, 5, 6, 12, 20, 5, 7)])
+    _assert_all_equal(make, [_floats(3, length, 4) for length in (5, 12, 6, 20, 5)])
 
 
 class TellsSizes(OfOneLength):
@@ -238,7 +238,7 @@ def test_sizes_that_take_too_long_to_prove_are_not_left_open(
     the same."""
     monkeypatch.setattr(model_captures, "_PATIENCE", 0.0)
     made = count_captures(monkeypatch)
-    _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 6, 7)])
+    _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 6)])
     assert len(made) == 3
 
 
@@ -300,7 +300,7 @@ def test_micro_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     with logical_devices(3):
         flow = DataFlow(model, fine_grained=True)
         scatter_layers(flow, 3)
-        for length in (5, 7, 6, 12):
+        for length in (5, 7, 12):
             torch.testing.assert_close(
                 flow(_ids(length, 7), chunks=3).cpu(), reference(_ids(length, 7))
             )
@@ -309,7 +309,7 @@ def test_micro_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_calls_and_streams_of_many_lengths() -> None:
     model, reference = twins(Attends, training=False)
-    lengths = (5, 7, 6, 12, 6, 7, 6)
+    lengths = (5, 7, 6, 12, 6)
     with logical_devices(3), torch.no_grad():
         flow = DataFlow(model, fine_grained=True)
         scatter_layers(flow, 3)
@@ -337,7 +337,7 @@ def test_training_steps_of_many_lengths(schedule: Any, monkeypatch: pytest.Monke
         train = flow.train_step(
             loss_fn, torch.optim.SGD(model.parameters(), lr=0.5), schedule=schedule
         )
-        for length in (5, 7, 6, 7, 12, 5):
+        for length in (5, 7, 12, 5):
             ids = _ids(length, 6)
             loss = train(ids, ids, chunks=3)
             theirs.zero_grad()
@@ -390,6 +390,6 @@ def test_a_cache_that_grows_by_a_token_a_call_has_the_model_captured_three_times
 
 def test_a_gpt_trains_on_lengths_up_to_its_context() -> None:
     def make() -> nn.Module:
-        return gpt(layers=2, width=16, heads=2, vocabulary=20, context=16, tied=True)
+        return gpt(layers=1, width=16, heads=2, vocabulary=20, context=16, tied=True)
 
-    _assert_all_equal(make, [_ids(length) for length in (16, 9, 12, 4)])
+    _assert_all_equal(make, [_ids(length) for length in (16, 9, 4)])

@@ -33,7 +33,7 @@ def _equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one.detach().cpu(), other.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("use", ["read", "write between"])
 def test_layers_on_several_devices_read_one_wherever_it_lies(where: str, use: str) -> None:

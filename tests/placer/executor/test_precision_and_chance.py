@@ -65,7 +65,7 @@ def mixed() -> CapturedOnce:
     return CapturedOnce(_Mixed, dtype=torch.float32)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(every=5)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_steps_under_autocast_and_without_take_turns(
@@ -171,7 +171,7 @@ def _masks(seed: int, schedule: Order, steps: int = 2) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=3, first=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dropout_differs_between_micro_batches_and_steps_and_a_seed_repeats_it(
     schedule: Order,

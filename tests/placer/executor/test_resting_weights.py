@@ -61,6 +61,7 @@ def placed(resting: str, first: int = BLOCKS) -> tuple[DataFlow, nn.Sequential, 
     return flow, model, reference
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("first", [BLOCKS, 4])
 @pytest.mark.parametrize("resting", ["0", "13", "0246", "0123456", "456"])
 def test_a_call_gives_the_unsplit_models_result(resting: str, first: int) -> None:

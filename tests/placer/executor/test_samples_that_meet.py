@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from covering import named
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,7 +50,7 @@ def _flow(way: Way) -> DataFlow:
     return flow
 
 
-@pytest.mark.parametrize("way", MEET.values(), ids=MEET)
+@pytest.mark.parametrize("way", named(MEET, further=["a softmax over samples", "the next sample"]))
 def test_a_batch_whose_samples_meet_is_not_cut(way: Way) -> None:
     with logical_devices(2):
         flow = _flow(way)

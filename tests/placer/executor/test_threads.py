@@ -99,7 +99,7 @@ def test_every_thread_has_the_results_of_its_own_batches_on_gpus(way: str) -> No
 
 
 @pytest.mark.usefixtures("often")
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_threads_take_turns_at_steps_of_one_flow(shared: bool) -> None:
     """They ran into one another's micro-batches, and the process ended in "corrupted double-linked
     list"."""

@@ -247,7 +247,7 @@ def _labels(*counted: int) -> Tensor:
     return torch.tensor([1 if sample in counted else -100 for sample in range(SAMPLES)])
 
 
-@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("is_trained", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_models_own_loss_is_compared_on_all_samples(is_trained: bool) -> None:
     """The first four samples have equal numbers of labels in each half, the batch does not."""
     labels = _labels(0, 1, 2, 3, 4)

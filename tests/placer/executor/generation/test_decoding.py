@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from model_list import transformers
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
+from placer.executor import model_captures
 from placer.executor.generation.operation_trace import OperationTrace
 from placer.executor.generation.static_cache import StaticCopy
 from placer.executor.generation.trace_replay import TraceReplay
@@ -34,13 +36,17 @@ OPTIONS = {
     "pad_token_id": 0,
 }
 
-# Each way of the plainest model, a cache with a window, and an encoder. Every model decodes in
-# `test_logits_are_the_unsplit_models_for_given_tokens`.
-RUN = {*(("llama", way) for way in WAYS), ("mistral", "greedy"), ("t5", "greedy"), ("t5", "beams")}
+# Beams, which have more rows than prompts as other ways do, and an encoder.
+# Caches with windows decode in `test_logits_are_the_unsplit_models_for_given_tokens`.
+RUN = {("llama", "greedy"), ("llama", "beams"), ("t5", "beams")}
+# Others have the same layers: those of a Qwen2 are a Llama's, those of a BART a T5's.
+DECODED = {"llama", "mistral", "mixtral", "gemma3", "gpt2", "t5"}
 
 
 @pytest.fixture(autouse=True)
-def two_devices() -> Iterator[None]:
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # how long hooks take says when a model is captured: never here, however busy the machine is
+    monkeypatch.setattr(model_captures, "_CAPTURE_S", math.inf)
     with logical_devices(2):
         yield
 
@@ -85,16 +91,22 @@ def test_texts_are_the_unsplit_models_and_come_from_recorded_passes(name: str, w
     assert {"cpu:0", "cpu:1"} == {*report.stages}
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DECODED else pytest.mark.exhaustive)
+        for name in MAKERS
+    ],
+)
 def test_logits_are_the_unsplit_models_for_given_tokens(name: str) -> None:
     model, reference = pair(name)
     flow = split(model)
-    tokens, encoded = _ids(2, 14), _ids(2, 5)
+    tokens, encoded = _ids(2, 11), _ids(2, 5)
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
 
     def logits(run: Any) -> Iterator[Tensor]:
         cache, more = None, {}
-        for start, end in ((0, 4), *((place, place + 1) for place in range(4, 14))):
+        for start, end in ((0, 4), *((place, place + 1) for place in range(4, 11))):
             given = {"input_ids": tokens[:, start:end]}
             if is_pair:
                 given = {"decoder_input_ids": tokens[:, start:end]}
@@ -108,11 +120,12 @@ def test_logits_are_the_unsplit_models_for_given_tokens(name: str) -> None:
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     # The prompt's cache is made inside, and comes back on the output device; the first token shows
     # where its layers are.
-    assert flow.generation_report.recorded == 7
+    assert flow.generation_report.recorded == 4
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("llama", marks=pytest.mark.exhaustive), "mistral", "gpt2"]
+    "name",
+    [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("llama", "gpt2")), "mistral"],
 )
 def test_left_padded_prompts(name: str) -> None:
     model, reference = pair(name)
@@ -155,12 +168,15 @@ def test_a_streamer_gets_every_token() -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.exhaustive), "mistral"])
-def test_a_second_turn_goes_on_with_the_returned_cache(name: str) -> None:
+def test_a_second_turn_goes_on_with_the_returned_cache_which_is_the_unsplit_models(
+    name: str,
+) -> None:
     model, reference = pair(name)
     flow = split(model)
     first, expected = _both(flow, reference, _ids(), return_dict_in_generate=True)
     # another text meanwhile, in the same static memory
     _both(flow, reference, _ids(seed=5))
+    _assert_same_on_the_layers_devices(first.past_key_values, expected.past_key_values)
     second = torch.cat([expected.sequences, _ids(seed=2)], 1)
     options = {**OPTIONS, "max_new_tokens": 5, "min_new_tokens": 5}
     wanted = reference.generate(second, past_key_values=expected.past_key_values, **options)
@@ -170,22 +186,22 @@ def test_a_second_turn_goes_on_with_the_returned_cache(name: str) -> None:
     assert flow.generation_report.recorded > 2 * PASSES - 2
 
 
-def test_a_returned_cache_holds_what_the_unsplit_models_does_on_the_layers_devices() -> None:
-    model, reference = pair("mistral")
-    flow = split(model)
-    found, expected = _both(flow, reference, _ids(), return_dict_in_generate=True)
-    _both(flow, reference, _ids(seed=5))
-    for layer, other in zip(
-        found.past_key_values.layers, expected.past_key_values.layers, strict=True
-    ):
+def _assert_same_on_the_layers_devices(cache: Any, expected: Any) -> None:
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
         assert layer.get_seq_length() == other.get_seq_length()
         torch.testing.assert_close(layer.keys.cpu(), other.keys, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer.values.cpu(), other.values, atol=1e-5, rtol=1e-5)
-    places = [devices.location(layer.keys).index for layer in found.past_key_values.layers]
-    assert places == [0, 0, 1, 1]
+    places = [devices.location(layer.keys).index for layer in cache.layers]
+    assert places == [index * 2 // len(places) for index in range(len(places))]
 
 
-@pytest.mark.parametrize("ways", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": True}])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        pytest.param({"assistant_model": True}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_assisted_decoding(ways: dict[str, Any]) -> None:
     model, reference = pair("llama")
     flow = split(model)

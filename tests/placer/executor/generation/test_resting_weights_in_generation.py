@@ -38,7 +38,13 @@ def ids(seed: int) -> Tensor:
 
 @pytest.mark.parametrize(
     "resting, first",
-    [([1, 2, 4], LAYERS), (range(LAYERS), LAYERS), ([0, 1, 2, 4, 5], 3)],
+    [
+        *(
+            pytest.param(numbers, LAYERS, marks=pytest.mark.exhaustive)
+            for numbers in ([1, 2, 4], range(LAYERS))
+        ),
+        ([0, 1, 2, 4, 5], 3),
+    ],
 )
 def test_texts_are_the_unsplit_models_and_come_from_recorded_passes(
     resting: Sequence[int], first: int
@@ -78,7 +84,7 @@ def test_a_recorded_pass_reads_changed_weights() -> None:
 def test_several_generations_take_turns_at_the_slots() -> None:
     model, reference = pair()
     flow = placed(model, PLACES, blocks([0, 1, 3, 4, 5]), 3)
-    prompts = [ids(seed)[:1] for seed in range(4)]
+    prompts = [ids(seed)[:1] for seed in range(3)]
     found = list(flow.generate_many(prompts, in_flight=2, **OPTIONS))
     for prompt, text in zip(prompts, found, strict=True):
         assert text.tolist() == reference.generate(prompt, **OPTIONS).tolist()

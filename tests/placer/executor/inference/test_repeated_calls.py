@@ -55,7 +55,9 @@ def _streamed(flow: DataFlow) -> int:
     return len(flow.calls.streams.pipelines())
 
 
-@pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 3), (8, 2)])
+@pytest.mark.parametrize(
+    ("rows", "chunks"), [(8, 4), (7, 3), pytest.param(8, 2, marks=pytest.mark.exhaustive)]
+)
 def test_every_call_is_what_the_model_alone_returns(rows: int, chunks: int) -> None:
     model, reference = twins(Model, training=False)
     with logical_devices(3), torch.no_grad():

@@ -29,11 +29,11 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs if kwargs else args
 
 
-@pytest.mark.covering(every=2, first=1)
+@pytest.mark.covering(every=4, first=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_batch_gives_what_the_unsplit_model_gives(name: str) -> None:
     model, whole = twins(CASES[name].make, training=False)
-    batches = _batches(CASES[name], 5)
+    batches = _batches(CASES[name], 4)
     with logical_devices(4):
         flow = DataFlow(model, fine_grained=True)
         scatter_layers(flow, 4, seed=1)

@@ -58,8 +58,8 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_streams, "trial_ms", faster)
 
 
-@pytest.mark.covering(every=3, first=1)
-@pytest.mark.parametrize("name", ["unet", "gpt", "lstm_stacked"])
+@pytest.mark.covering(every=4)
+@pytest.mark.parametrize("name", ["skips", "unet", "gpt", "lstm_stacked"])
 @pytest.mark.usefixtures("always_faster")
 def test_compiled_streams_give_what_the_unsplit_model_gives(name: str) -> None:
     case = CASES[name]

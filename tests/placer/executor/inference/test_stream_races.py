@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import named
 from races import Races, Site, watched
 from small_models import Skips
 from splitting import scatter_layers, twins
@@ -89,7 +90,7 @@ def _flow(model: nn.Module, seed: int | None) -> DataFlow:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("seed", [None, 0, 1], ids=["parts", "anyhow", "anyhow else"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", named(dict(zip(MODELS, MODELS, strict=True)), ["unet"]))
 def test_every_two_accesses_to_one_tensor_have_an_order(
     name: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_made_before_trains_the_split_model_as_the_unsplit_one(name: str) -> None:
     model, reference = twins(Model)

@@ -300,6 +300,7 @@ def _mean_of_counted(logits: Tensor, labels: Any) -> Tensor:
     return apart.sum() / (labels != -100).sum()
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("among_inputs", [True, False])
 @pytest.mark.parametrize(
     ("shape", "dim"), [((4,), 0), ((4, 3), 0), ((3, 4), 1), ((4, 3, 2), 0), ((3, 4, 2), 1)]

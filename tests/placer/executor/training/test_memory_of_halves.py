@@ -125,8 +125,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
         lambda size: (torch.randn(size, 3, 32, 32), torch.randint(10, (size,))),
     ),
     "gpt": (
-        lambda: gpt(layers=4, width=64, heads=2, context=64, vocabulary=128),
-        lambda size: (torch.randint(128, (size, 64)), torch.randint(128, (size, 64))),
+        lambda: gpt(layers=3, width=32, heads=2, context=64, vocabulary=64),
+        lambda size: (torch.randint(64, (size, 64)), torch.randint(64, (size, 64))),
     ),
 }
 

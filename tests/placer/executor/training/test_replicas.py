@@ -98,7 +98,10 @@ def test_gradients_equal_the_unsplit_models(replicas: int, stages: int, chunks: 
     _compare(replicated(_model(), replicas, stages, chunks=chunks), samples=12)
 
 
-@pytest.mark.parametrize("schedule", ["fill-drain", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param("fill-drain", marks=pytest.mark.exhaustive), "zero-bubble", "interleaved"],
+)
 @pytest.mark.usefixtures("four")
 def test_every_schedule_works_with_replicas(schedule: Any) -> None:
     _compare(replicated(_model(), 2, 2, chunks=4, schedule=schedule))
