@@ -86,19 +86,24 @@ class Wider(Chain):
         self.blocks[11] = nn.Sequential(nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH))
 
 
-class Residual(nn.Module):
-    """Blocks that add to what they normalise."""
+class Residual(Chain):
+    """Blocks that add to what they read, in their forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS)
-        )
+        self.blocks = nn.ModuleList(Added() for _ in range(BLOCKS))
+
+
+class Added(nn.Module):
+    """A normalised sum of the input and what a linear layer makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x).relu()
-        return x
+        result: Tensor = self.norm(x + self.inner(x).relu())
+        return result
 
 
 def _llama() -> nn.Module:
