@@ -162,7 +162,7 @@ def test_a_frozen_tied_weight_is_used_and_not_trained(ranks: RankPool) -> None:
 
 
 def test_gradients_of_two_batches_add_up_also_those_of_tied_weights(ranks: RankPool) -> None:
-    check(ranks, models.tied_gpt, spread(models.tied_gpt, 2), 2, "1f1b", batches=2)
+    check(ranks, models.tied_row, models.TIED_ROW, 2, "1f1b", batches=2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
