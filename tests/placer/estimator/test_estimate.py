@@ -214,8 +214,8 @@ def test_the_callers_configuration_stays_as_it_is(checkpoint: Path) -> None:
 
 
 def test_training_a_checkpoint_includes_its_own_loss(checkpoint: Path) -> None:
-    found = placer.estimate(checkpoint, (2, 16), "2x24GiB", training=True)
-    assert found.inputs == ("input_ids=2x16:int64", "labels=2x16:int64")
+    found = placer.estimate(checkpoint, (1, 16), "2x24GiB", training=True)
+    assert found.inputs == ("input_ids=1x16:int64", "labels=1x16:int64")
     assert total(found, "grad_bytes") == parameter_bytes(checkpoint)
 
 

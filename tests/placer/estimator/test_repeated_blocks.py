@@ -129,7 +129,8 @@ REST = pytest.mark.exhaustive
     [
         pytest.param(_llama, "auto", marks=REST),
         pytest.param(_llama, "fine", marks=REST),
-        (_gpt, "blocks"),
+        pytest.param(_gpt, "blocks", marks=REST),
+        (Residual, "blocks"),
         (Residual, "fine"),
         (Chain, "auto"),
     ],
