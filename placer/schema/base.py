@@ -212,7 +212,7 @@ def _refuse_conversions(path: str, given: Any, made: Any) -> None:
     if isinstance(given, Mapping):
         for name, one in given.items():
             inside = made.get(name) if isinstance(made, Mapping) else getattr(made, name, None)
-            # What validation left as it was is most of a profile.
+            # Most fields of a profile are unchanged by validation.
             if one is not inside:
                 _refuse_conversions(f"{path}.{name}", one, inside)
     elif isinstance(given, tuple | list) and isinstance(made, tuple | list):
