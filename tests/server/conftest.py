@@ -44,11 +44,10 @@ def serve_module() -> Iterator[Serve]:
         yield partial(_started, stack)
 
 
-@pytest.fixture(scope="session")
-def service() -> Iterator[TestClient]:
+@pytest.fixture(scope="module")
+def service(serve_module: Serve) -> TestClient:
     """Return a client of a service for tests that read nothing of what other tests left there."""
-    with ExitStack() as stack:
-        yield _started(stack)
+    return serve_module()
 
 
 def _started(stack: ExitStack, solver: Any = solvers_for_tests.quick, **values: Any) -> TestClient:
