@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placer import zoo
 from placer.capture import LayerGraph
 from placer.capture.capture import capture_graph
 from placer.optimizers import OptimizerState
@@ -21,8 +20,8 @@ from placer.profiler.measure import measure_layers
 from placer.profiler.profile import profile
 
 CPU = torch.device("cpu", 0)
-BLOCKS = 2
-"""The depth of modules at which a Llama's blocks are."""
+BLOCKS = 1
+"""The depth of modules at which a row's blocks are."""
 
 
 class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,9 +54,16 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.most = max(self.most, self.held)
 
 
-def _llama(layers: int) -> nn.Module:
+def _row(blocks: int) -> nn.Module:
+    def block() -> nn.Module:
+        return nn.Sequential(
+            nn.LayerNorm(64), nn.Linear(64, 160), nn.SiLU(), nn.Linear(160, 64, bias=False)
+        )
+
     with torch.device("meta"):
-        return zoo.llama(layers=layers, width=64, heads=4, key_heads=2, hidden=160, vocabulary=70)
+        return nn.Sequential(
+            nn.Embedding(70, 64), *(block() for _ in range(blocks)), nn.Linear(64, 70)
+        )
 
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
@@ -65,7 +71,7 @@ TOKENS = torch.zeros(2, 16, dtype=torch.long)
 
 @cache
 def _captured(layers: int) -> LayerGraph:
-    return capture_graph(_llama(layers), TOKENS, granularity=BLOCKS)
+    return capture_graph(_row(layers), TOKENS, granularity=BLOCKS)
 
 
 def _most_held(layers: int, training: bool) -> int:
@@ -83,7 +89,7 @@ def test_what_is_held_does_not_grow_with_the_depth_of_the_model(training: bool) 
 
 def test_no_more_is_held_than_the_largest_layer_with_its_training_state_and_activations() -> None:
     found = profile(
-        _llama(2),
+        _row(2),
         TOKENS,
         [CPU],
         progress=False,
