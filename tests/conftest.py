@@ -5,6 +5,7 @@ Tests marked ``gpu`` are skipped, visibly, without CUDA devices.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -12,6 +13,7 @@ import os
 
 import covering
 import forks
+import httpx._transports.default as httpx_transports
 import hypothesis
 import pytest
 
@@ -20,6 +22,9 @@ forks.share()
 # a busy machine is no fault
 hypothesis.settings.register_profile("placer", deadline=None)
 hypothesis.settings.load_profile("placer")
+
+# httpx reads all known certificates for each client: 20 ms, also where nothing is encrypted
+httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
 
 _TESTS = itertools.count()
 

@@ -212,12 +212,15 @@ def _refuse_conversions(path: str, given: Any, made: Any) -> None:
     if isinstance(given, Mapping):
         for name, one in given.items():
             inside = made.get(name) if isinstance(made, Mapping) else getattr(made, name, None)
-            _refuse_conversions(f"{path}.{name}", one, inside)
+            # Most fields of a profile are unchanged by validation.
+            if one is not inside:
+                _refuse_conversions(f"{path}.{name}", one, inside)
     elif isinstance(given, tuple | list) and isinstance(made, tuple | list):
         # Objects were validated when they were made, and a list may have 100,000 of them.
         if given and not isinstance(given[0], BaseModel):
             for place, (one, inside) in enumerate(zip(given, made, strict=False)):
-                _refuse_conversions(f"{path}.{place}", one, inside)
+                if one is not inside:
+                    _refuse_conversions(f"{path}.{place}", one, inside)
     else:
         refuse_converted(path, given, made)
 

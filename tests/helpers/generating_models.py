@@ -27,10 +27,10 @@ _SIZES = {
 
 def _like_llama(
     name: str, config_name: str | None = None, **options: Any
-) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+) -> Callable[..., nn.Module]:
+    def make(**sizes: Any) -> nn.Module:
         library = transformers()
-        config = getattr(library, config_name or f"{name}Config")(**{**_SIZES, **options})
+        config = getattr(library, config_name or f"{name}Config")(**{**_SIZES, **options, **sizes})
         model: nn.Module = getattr(library, f"{name}ForCausalLM")(config)
         return model
 
@@ -76,7 +76,7 @@ def _bart() -> nn.Module:
     return model
 
 
-MAKERS: dict[str, Callable[[], nn.Module]] = {
+MAKERS: dict[str, Callable[..., nn.Module]] = {
     "llama": _like_llama("Llama"),
     "qwen2": _like_llama("Qwen2"),
     "mistral": _like_llama("Mistral", sliding_window=6, num_hidden_layers=4),

@@ -16,15 +16,16 @@ CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}w1"
 """A template that ends a chat with the word w1."""
 
 
-def saved(name: str, folder: Path) -> Path:
+def saved(name: str, folder: Path, **sizes: int) -> Path:
     """Save a model of ``generating_models`` and a tokenizer, as ``save_pretrained`` does.
 
     Args:
         name: of the model.
         folder: where to save.
+        sizes: of a model like Llama, other than the usual ones.
     """
     torch.manual_seed(0)
-    model: Any = MAKERS[name]()
+    model: Any = MAKERS[name](**sizes)
     model.save_pretrained(folder)
     return save_tokenizer(folder)
 

@@ -205,9 +205,10 @@ def placed_step(make: Make, placement: Any) -> dict[str, Any]:
     """A step as a solved placement says: its schedule, its micro-batches."""
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
-    pipeline = distributed.build(
-        model, placement, micro_batches(inputs, placement.chunks)[0], loss_fn
-    )
+    with captured_once((make, placement.chunks)):
+        pipeline = distributed.build(
+            model, placement, micro_batches(inputs, placement.chunks)[0], loss_fn
+        )
     loss = pipeline.step(inputs, target)
     return {
         "losses": [] if loss is None else [loss.item()],
@@ -221,9 +222,10 @@ def results(make: Make, places: Mapping[str, str], chunks: int, times: int = 1) 
     """What the model returns in eval mode, forwards alone."""
     torch.manual_seed(0)
     model, inputs, _, _ = make()
-    pipeline = distributed.build(
-        model.eval(), places, micro_batches(inputs, chunks)[0], chunks=chunks
-    )
+    with captured_once((make, chunks, "eval")):
+        pipeline = distributed.build(
+            model.eval(), places, micro_batches(inputs, chunks)[0], chunks=chunks
+        )
     found = [pipeline(inputs if pipeline.is_first else None) for _ in range(times)]
     return [None if outputs is None else outputs.cpu() for outputs in found]
 
@@ -405,8 +407,10 @@ def evaluated(make: Make, places: Mapping[str, str], steps: int) -> list[Any]:
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     example = inputs[: len(inputs) // 2]
-    training = distributed.build(model.train(), places, example, loss_fn, chunks=2)
-    evaluation = distributed.build(model.eval(), places, example, chunks=2)
+    with captured_once((make, 2)):
+        training = distributed.build(model.train(), places, example, loss_fn, chunks=2)
+    with captured_once((make, 2, "eval")):
+        evaluation = distributed.build(model.eval(), places, example, chunks=2)
     optimizer = torch.optim.SGD(training.parameters(), lr=0.1)
     found = [evaluation(inputs)]
     for _ in range(steps):

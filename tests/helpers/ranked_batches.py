@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranked import gradients
 from torch import Tensor, nn
 from torch.nn import functional
+from transplanted import captured_once
 
 from placer import BatchOptions, distributed
 from placer.errors import PlacerError
@@ -204,9 +205,10 @@ def step(make: Callable[[], Case], schedule: str) -> dict[str, Any] | None:
     case, given = made
     losses: list[float] = []
     try:
-        pipeline = distributed.build(
-            case.model, _places(case), case.part, case.loss_fn, schedule=schedule, **given
-        )
+        with captured_once((make, "batches")):
+            pipeline = distributed.build(
+                case.model, _places(case), case.part, case.loss_fn, schedule=schedule, **given
+            )
         for _ in range(2):
             loss = pipeline.step(case.inputs, case.target)
             losses += [] if loss is None else [loss.item()]
@@ -221,7 +223,8 @@ def step_with_other_labels(make: Callable[[], Case], first: list[int]) -> dict[s
     if made is None:
         return None
     case, given = made
-    pipeline = distributed.build(case.model, _places(case), case.part, case.loss_fn, **given)
+    with captured_once((make, "batches")):
+        pipeline = distributed.build(case.model, _places(case), case.part, case.loss_fn, **given)
     losses: list[float] = []
     try:
         for target in (torch.tensor(first), case.target):

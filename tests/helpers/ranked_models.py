@@ -113,6 +113,31 @@ def tied_tokens() -> Case:
     return TiedTokens().double(), torch.randint(7, (8, 3)), torch.randint(7, (8, 3)), tokens_loss
 
 
+class TiedRow(nn.Module):
+    """Five layers; the last one's weight is the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 10)
+        self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 10)
+        self.norm, self.head = nn.LayerNorm(10), nn.Linear(10, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(self.embedding(tokens))))
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def tied_row() -> Case:
+    return TiedRow().double(), torch.randint(7, (8, 3)), torch.randint(7, (8, 3)), tokens_loss
+
+
+TIED_ROW = {
+    "embedding": "cpu:0", "first": "cpu:1", "second": "cpu:2", "norm": "cpu:3", "head": "cpu:3",
+}  # fmt: skip
+"""Its layers on four devices."""
+
+
 def frozen_beginning() -> Case:
     model, inputs, target, loss_fn = chain()
     for parameter in model[:4].parameters():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ranked import Make, built, gradients, micro_batches, unsplit_pass
 from refused import told
 from torch import Tensor, nn
+from transplanted import captured_once
 from weight_kinds import Scaled
 
 from placer import DataFlow, distributed
@@ -276,7 +277,8 @@ def failed_alone(make: Make, places: Mapping[str, str], at: str) -> str:
             if fails and alone
             else nullcontext()
         ):
-            distributed.build(model, places, micro_batches(inputs, 2)[0], given, chunks=2)
+            with captured_once((make, 2)):
+                distributed.build(model, places, micro_batches(inputs, 2)[0], given, chunks=2)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing failed"
@@ -369,13 +371,15 @@ def evaluated_elsewhere(
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     example = micro_batches(inputs, 2)[0]
-    trainer = distributed.build(model.train(), places, example, loss_fn, chunks=2, group=group)
+    with captured_once((make, 2)):
+        trainer = distributed.build(model.train(), places, example, loss_fn, chunks=2, group=group)
     optimizers = optimizers_of(trainer, "sgd")
     made: list[Tensor] = []
     for _ in range(2):
         model.train()
         _steps(trainer, optimizers, inputs, target)
-        judge = distributed.build(model.eval(), others, example, chunks=2, group=group)
+        with captured_once((make, 2, "eval")):
+            judge = distributed.build(model.eval(), others, example, chunks=2, group=group)
         result = judge(inputs)
         made += [] if result is None else [result]
     weights = judge.full_state_dict()

@@ -34,7 +34,7 @@ def flops_clock(
 
 
 def small_gpt() -> nn.Module:
-    return zoo.gpt(layers=3, width=32, heads=2, context=16, vocabulary=50)
+    return zoo.gpt(layers=2, width=32, heads=2, context=16, vocabulary=50)
 
 
 def placed(model: nn.Module, x: Any, training: bool) -> tuple[Profile, Placement]:

@@ -78,12 +78,26 @@ def best_of(problem, nodes):
     return least_bottleneck(problem, (nodes.spread(list(choice)) for choice in every))
 
 
+def busiest(times, devices, count):
+    """Return how long the device with the most work computes."""
+    busy = [0.0] * count
+    for time, device in zip(times, devices, strict=True):
+        busy[device] += time[device]
+    return max(busy)
+
+
 def least_bottleneck(problem, assignments=None):
     """The same, of given assignments of the layers, or of all."""
+    assert problem.request.objective == "throughput"
+    places = range(len(problem.devices))
+    times = [
+        [problem.compute_ms(layer, place) for place in places]
+        for layer, _ in enumerate(problem.layers)
+    ]
     best = None
-    for devices in assignments or itertools.product(
-        range(len(problem.devices)), repeat=len(problem.layers)
-    ):
+    for devices in assignments or itertools.product(places, repeat=len(times)):
+        if best is not None and busiest(times, devices, len(places)) >= best:
+            continue  # with its transfers it takes longer
         result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
         if result is None or (best is not None and result.objective_value >= best):
             continue

@@ -62,14 +62,15 @@ def examples(count):
 
 
 @st.composite
-def small_requests(draw, objectives=("throughput", "latency", "memory")):
+def small_requests(draw, objectives=("throughput", "latency", "memory"), kind=None):
     """A request of 3 to 6 layers on 2 or 3 devices, with any features together.
 
     Hypothesis draws the numbers of devices and layers, and makes them small for a case that fails;
     the rest comes from a seed, which takes a tenth of the time."""
     devices = draw(st.integers(2, 3))
     layers = draw(st.integers(3, 6 if devices == 2 else 5))
-    drawn = DrawnRequest(Random(draw(st.integers(0, 2**64 - 1))), devices, layers, objectives)
+    random = Random(draw(st.integers(0, 2**64 - 1)))
+    drawn = (kind or DrawnRequest)(random, devices, layers, objectives)
     while True:
         try:
             return drawn.request()

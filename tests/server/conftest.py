@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,30 @@ def solvers() -> Any:
 def serve() -> Iterator[Serve]:
     """Return ``serve(solver, **settings)``, which starts a service and returns a client of it."""
     with ExitStack() as stack:
+        yield partial(_started, stack)
 
-        def start(solver: Any = solvers_for_tests.quick, **values: Any) -> TestClient:
-            defaults = {"database": ":memory:", "workers": 1, "queue": 1, "stop_grace_s": 5.0}
-            app = create_app(Settings(**{**defaults, **values}), solver=solver)
-            client = stack.enter_context(
-                TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
-            )
-            until(lambda: client.get("/readyz").status_code == 200)
-            return client
 
-        yield start
+@pytest.fixture(scope="module")
+def serve_module() -> Iterator[Serve]:
+    """Return ``serve`` for services that all tests of a module use."""
+    with ExitStack() as stack:
+        yield partial(_started, stack)
+
+
+@pytest.fixture(scope="module")
+def service(serve_module: Serve) -> TestClient:
+    """Return a client of a service for tests that read nothing of what other tests left there."""
+    return serve_module()
+
+
+def _started(stack: ExitStack, solver: Any = solvers_for_tests.quick, **values: Any) -> TestClient:
+    defaults = {"database": ":memory:", "workers": 1, "queue": 1, "stop_grace_s": 5.0}
+    app = create_app(Settings(**{**defaults, **values}), solver=solver)
+    client = stack.enter_context(
+        TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+    )
+    until(lambda: client.get("/readyz").status_code == 200)
+    return client
 
 
 @pytest.fixture
@@ -64,7 +78,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServiceProcess]]:
             service.end(signal.SIGKILL)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def request_body() -> Callable[..., dict[str, Any]]:
     """Return ``request_body(**changes)``, a valid request; another seed gives another id."""
 

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -21,17 +22,21 @@ PLACEMENTS = "/v1/placements"
 @pytest.fixture
 def secured(serve, tmp_path):
     """Return ``secured(name=scopes, ...)``: a service with keys, and the headers of each."""
+    return partial(start, serve, tmp_path / "keys")
 
-    def start(rate="", **names):
-        made = {name: make(name, scopes) for name, scopes in names.items()}
-        file = tmp_path / "keys"
-        file.write_text(
-            "# who may ask\n" + "".join(f"{line} {rate}\n" for _, line in made.values())
-        )
-        client = serve(keys_file=str(file))
-        return client, {name: {"Authorization": f"Bearer {key}"} for name, (key, _) in made.items()}
 
-    return start
+@pytest.fixture(scope="module")
+def stranger(serve_module, tmp_path_factory):
+    """Return a client without a key of a service that asks for one."""
+    client, _ = start(serve_module, tmp_path_factory.mktemp("keys") / "keys", ci="read,solve")
+    return client
+
+
+def start(serve, file, rate="", **names):
+    made = {name: make(name, scopes) for name, scopes in names.items()}
+    file.write_text("# who may ask\n" + "".join(f"{line} {rate}\n" for _, line in made.values()))
+    client = serve(keys_file=str(file))
+    return client, {name: {"Authorization": f"Bearer {key}"} for name, (key, _) in made.items()}
 
 
 def problem_of(reply):
@@ -57,7 +62,6 @@ def test_a_key_is_good_for_its_scopes_alone(secured, request_body):
     ]
 
 
-@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     "header",
     [
@@ -70,16 +74,15 @@ def test_a_key_is_good_for_its_scopes_alone(secured, request_body):
         "Bearer " + "x" * 7000,
     ],
 )
-def test_without_a_known_key_everything_but_health_is_401(secured, header):
-    client, _ = secured(ci="read,solve")
+def test_without_a_known_key_everything_but_health_is_401(stranger, header):
     headers = [(b"authorization", header.encode("latin-1"))] if header else []
     for path in (PLACEMENTS, f"{PLACEMENTS}/{'0' * 32}", "/v1/cluster", "/metrics", "/nothing"):
-        reply = client.get(path, headers=headers)
+        reply = stranger.get(path, headers=headers)
         assert (reply.status_code, problem_of(reply)) == (401, "no-key")
         assert reply.headers["WWW-Authenticate"].startswith("Bearer")
         assert len(reply.content) <= 4096
     for path in ("/healthz", "/readyz", "/openapi.json"):
-        assert client.get(path, headers=headers).status_code == 200
+        assert stranger.get(path, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -91,9 +94,8 @@ def test_without_a_known_key_everything_but_health_is_401(secured, header):
         ("Bearer placer_x", "the given key is unknown"),
     ],
 )
-def test_a_401_says_what_was_wrong_and_what_to_send_without_what_was_sent(secured, header, told):
-    client, _ = secured(ci="read")
-    detail = client.get(PLACEMENTS, headers={"Authorization": header} if header else {}).json()[
+def test_a_401_says_what_was_wrong_and_what_to_send_without_what_was_sent(stranger, header, told):
+    detail = stranger.get(PLACEMENTS, headers={"Authorization": header} if header else {}).json()[
         "detail"
     ]
     assert detail.startswith(f"{told}; send 'Authorization: Bearer KEY'")
@@ -150,33 +152,33 @@ def test_on_loopback_a_service_needs_no_keys(host):
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "127.0.0.1:80@evil", "x" * 5000]
 )
-def test_a_service_without_keys_refuses_names_that_are_not_this_machines(serve, host):
+def test_a_service_without_keys_refuses_names_that_are_not_this_machines(service, host):
     # Else a page of another site could ask it, by giving its own name this machine's address.
-    reply = serve().get(PLACEMENTS, headers={"Host": host})
+    reply = service.get(PLACEMENTS, headers={"Host": host})
     assert (reply.status_code, problem_of(reply)) == (421, "strange-host")
     assert len(reply.content) <= 4096
 
 
 @pytest.mark.parametrize("host", ["LOCALHOST", "Localhost:8080", "127.0.0.1:8080", "[::1]:8080"])
 def test_a_service_without_keys_answers_to_this_machines_names_however_they_are_written(
-    serve, host
+    service, host
 ):
-    assert serve().get(PLACEMENTS, headers={"Host": host}).status_code == 200
+    assert service.get(PLACEMENTS, headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "origin", ["https://evil.example", "null", "http://127.0.0.1.evil.example:8080", "x" * 5000]
 )
-def test_a_service_without_keys_does_nothing_for_a_page_of_another_site(serve, origin):
+def test_a_service_without_keys_does_nothing_for_a_page_of_another_site(service, origin):
     # A browser lets every page send a POST without a body to this machine.
-    reply = serve().post("/v1/cluster:measure", headers={"Origin": origin})
+    reply = service.post("/v1/cluster:measure", headers={"Origin": origin})
     assert (reply.status_code, problem_of(reply)) == (403, "strange-origin")
     assert len(reply.content) <= 4096
 
 
 @pytest.mark.parametrize("origin", ["http://127.0.0.1:8080", "https://localhost", "http://[::1]:9"])
-def test_a_service_without_keys_answers_its_own_page(serve, origin):
-    assert serve().get(PLACEMENTS, headers={"Origin": origin}).status_code == 200
+def test_a_service_without_keys_answers_its_own_page(service, origin):
+    assert service.get(PLACEMENTS, headers={"Origin": origin}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -261,8 +263,8 @@ def test_every_response_has_security_headers_and_a_request_id(serve):
 @pytest.mark.parametrize(
     ("given", "kept"), [("trace-1.a_b", True), ("a b", False), ("x" * 65, False), ("é", False)]
 )
-def test_a_request_id_of_the_client_is_kept_if_it_is_a_plain_word(serve, given, kept):
-    reply = serve().get("/healthz", headers=[(b"x-request-id", given.encode("latin-1"))])
+def test_a_request_id_of_the_client_is_kept_if_it_is_a_plain_word(service, given, kept):
+    reply = service.get("/healthz", headers=[(b"x-request-id", given.encode("latin-1"))])
     assert (reply.headers["X-Request-Id"] == given) == kept
 
 

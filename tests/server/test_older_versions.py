@@ -68,13 +68,13 @@ def test_requests_of_version_1_are_answered_in_a_batch(serve):
     assert len(Batch.model_validate(old("batch")).requests) == len(answers)
 
 
-def test_maps_are_evaluated_for_a_request_of_version_1(serve):
+def test_maps_are_evaluated_for_a_request_of_version_1(service):
     request, placement = old("request"), old("placement")
     body = {"request": request, "layer_devices": placement["layer_devices"]}
-    reply = serve().post("/v1/placements:evaluate", json=body)
+    reply = service.post("/v1/placements:evaluate", json=body)
     assert reply.json()["objective_value"] == pytest.approx(placement["objective_value"])
     maps = {name: placement["layer_devices"] for name in "ab"}
-    reply = serve().post("/v1/placements:compare", json={"request": request, "maps": maps})
+    reply = service.post("/v1/placements:compare", json={"request": request, "maps": maps})
     assert reply.json()["moves"] == []
 
 
@@ -85,10 +85,10 @@ def test_a_node_of_version_1_is_registered(serve):
     assert links[0]["bidirectional"] == old("cluster")["links"][0]["both_ways"]
 
 
-def test_a_fault_in_a_request_of_version_1_is_told_at_its_place(serve):
+def test_a_fault_in_a_request_of_version_1_is_told_at_its_place(service):
     body = copy.deepcopy(old("request"))
     body["profile"]["layers"][0]["weights_ms"] = {"t": -1}
-    reply = serve().post("/v1/placements", json=body)
+    reply = service.post("/v1/placements", json=body)
     assert reply.status_code == 422
     (fault,) = reply.json()["errors"]
     assert fault["pointer"] == "#/profile/layers/0/weight_grad_ms/t"

@@ -50,9 +50,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_body_that_is_no_request_is_a_problem_that_says_why(serve, name):
+def test_a_body_that_is_no_request_is_a_problem_that_says_why(service, name):
     body, status, word = BROKEN[name]
-    reply = serve().post(POST, content=body, headers=JSON)
+    reply = service.post(POST, content=body, headers=JSON)
     assert problem_of(reply)["status"] == status
     assert word in reply.json()["detail"]
 
@@ -120,16 +120,16 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_faulty_request_is_422_and_names_the_fault(serve, request_body, name):
+def test_a_faulty_request_is_422_and_names_the_fault(service, request_body, name):
     spoil, words = FAULTS[name]
-    reply = serve().post(POST, content=json.dumps(spoil(request_body())), headers=JSON)
+    reply = service.post(POST, content=json.dumps(spoil(request_body())), headers=JSON)
     assert problem_of(reply)["status"] == 422
     for word in words:
         assert word in reply.json()["detail"]
 
 
-def test_a_profile_in_place_of_a_request_is_told_as_such(serve, request_body):
-    content = problem_of(serve().post(POST, json=request_body()["profile"]))
+def test_a_profile_in_place_of_a_request_is_told_as_such(service, request_body):
+    content = problem_of(service.post(POST, json=request_body()["profile"]))
     assert content["status"] == 422
     assert content["detail"].startswith(
         'the body is a profile, but a request has the profile as a field: {"profile": ...}'
@@ -154,9 +154,9 @@ def test_a_fault_is_not_counted_twice(request_body):
 @pytest.mark.parametrize(
     "name", ["constrained-", "function-", "literal[", "[key]", "nullable[int]", "a/b~c"]
 )
-def test_no_name_in_a_body_is_taken_for_a_name_of_the_validator(serve, path, name):
+def test_no_name_in_a_body_is_taken_for_a_name_of_the_validator(service, path, name):
     # It was 500: a name that begins so was left out of the place, and nothing was left of that.
-    reply = serve().post(path, json={name: None})
+    reply = service.post(path, json={name: None})
     assert problem_of(reply)["status"] == 422
     pointer = name.replace("~", "~0").replace("/", "~1")
     assert f"#/{pointer}" in [fault["pointer"] for fault in reply.json()["errors"]]
@@ -255,60 +255,60 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(serve, monkeyp
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", ""]
 )
-def test_another_content_type_is_415_and_names_the_right_one(serve, kind):
-    reply = serve().post(POST, content=b"{}", headers={"Content-Type": kind})
+def test_another_content_type_is_415_and_names_the_right_one(service, kind):
+    reply = service.post(POST, content=b"{}", headers={"Content-Type": kind})
     assert problem_of(reply)["status"] == 415
     assert "application/json" in reply.json()["detail"]
 
 
-def test_a_compressed_body_is_415(serve):
-    reply = serve().post(POST, content=b"{}", headers={**JSON, "Content-Encoding": "gzip"})
+def test_a_compressed_body_is_415(service):
+    reply = service.post(POST, content=b"{}", headers={**JSON, "Content-Encoding": "gzip"})
     assert "gzip" in problem_of(reply)["detail"]
 
 
-def test_a_content_type_with_a_character_set_is_read(serve, request_body):
+def test_a_content_type_with_a_character_set_is_read(service, request_body):
     headers = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert (
-        serve().post(POST, content=json.dumps(request_body()), headers=headers).status_code == 200
+        service.post(POST, content=json.dumps(request_body()), headers=headers).status_code == 200
     )
 
 
 @pytest.mark.parametrize("wait", ["-1", "nan", "inf", "1e999", "61", "soon", "", "9" * 5000])
-def test_a_wait_that_cannot_be_is_422_and_named(serve, wait):
-    reply = serve().post(POST, params={"wait": wait}, content=b"{}", headers=JSON)
+def test_a_wait_that_cannot_be_is_422_and_named(service, wait):
+    reply = service.post(POST, params={"wait": wait}, content=b"{}", headers=JSON)
     assert problem_of(reply)["status"] == 422
     assert "wait" in reply.json()["detail"]
 
 
-def test_a_parameter_that_cannot_be_is_told_in_the_words_of_a_body(serve):
+def test_a_parameter_that_cannot_be_is_told_in_the_words_of_a_body(service):
     # It was "query limit: Input should be a valid integer, unable to parse string as an integer,
     # not 'soon'".
-    reply = serve().get(POST, params={"limit": "soon"})
+    reply = service.get(POST, params={"limit": "soon"})
     assert problem_of(reply)["detail"] == "limit: should be a valid integer, not 'soon'"
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "BREW"])
-def test_a_wrong_method_is_405_and_says_what_is_possible(serve, method):
-    reply = serve().request(method, POST)
+def test_a_wrong_method_is_405_and_says_what_is_possible(service, method):
+    reply = service.request(method, POST)
     assert problem_of(reply)["status"] == 405
     assert reply.headers["Allow"] == "GET, HEAD, POST"
 
 
-def test_a_wrong_method_is_told_every_method_of_the_path(serve):
-    assert serve().options(f"{POST}/{'0' * 32}").headers["Allow"] == "DELETE, GET, HEAD"
+def test_a_wrong_method_is_told_every_method_of_the_path(service):
+    assert service.options(f"{POST}/{'0' * 32}").headers["Allow"] == "DELETE, GET, HEAD"
 
 
 @pytest.mark.parametrize(
     "path", ["/v2", "/v2/placements", "/v1/placements/x/y", "/" + "a" * 10_000, "/%ff%00"]
 )
-def test_an_unknown_path_is_404(serve, path):
-    assert problem_of(serve().get(path))["status"] == 404
+def test_an_unknown_path_is_404(service, path):
+    assert problem_of(service.get(path))["status"] == 404
 
 
 @pytest.mark.parametrize("id", ["0" * 32, "x", "0" * 5000, "..%2f..%2fetc", "é"])
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_an_id_that_nobody_asked_for_is_404(serve, method, id):
-    assert problem_of(serve().request(method, f"{POST}/{id}"))["status"] == 404
+def test_an_id_that_nobody_asked_for_is_404(service, method, id):
+    assert problem_of(service.request(method, f"{POST}/{id}"))["status"] == 404
 
 
 def test_a_million_faults_are_told_in_4_kb(serve):
@@ -377,8 +377,8 @@ def test_the_name_of_a_missing_layer_is_told_in_full(request_body):
         ("x" * 5000 + "=1", ["there are 'wait', 'on_disconnect'"]),
     ],
 )
-def test_an_unknown_parameter_is_422_with_the_nearest_known_name(serve, query, words):
-    reply = serve().post(f"{POST}?{query}", content=b"{}", headers=JSON)
+def test_an_unknown_parameter_is_422_with_the_nearest_known_name(service, query, words):
+    reply = service.post(f"{POST}?{query}", content=b"{}", headers=JSON)
     assert problem_of(reply)["status"] == 422
     for word in words:
         assert word in reply.json()["detail"]

@@ -10,13 +10,13 @@ from torch import nn
 
 from placer.capture.capture import capture_graph
 from placer.capture.export.tracing_environment import _without_memory, capture_device
-from placer.zoo import resnet18
+from placer.zoo.resnet import BasicBlock, ResNet
 
 CPU = torch.device("cpu")
 
 
 def test_state_without_memory_is_captured_as_state_with_values() -> None:
-    model, x = resnet18(num_classes=5), torch.randn(2, 3, 32, 32)
+    model, x = ResNet(BasicBlock, [1, 1, 1, 1], 5), torch.randn(2, 3, 32, 32)
     bare = copy.deepcopy(model)
     for child in bare.modules():
         for name, parameter in child._parameters.items():

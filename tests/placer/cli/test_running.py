@@ -21,7 +21,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A checkpoint, whose measurements the tests share."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLACER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        folder = saved("llama", tmp_path_factory.mktemp("llama"))
+        folder = saved("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=1)
         yield save_tokenizer(folder, CHAT)
 
 

@@ -138,6 +138,7 @@ def test_the_skips_of_a_unet_pass_through_every_stage_between(ranks: RankPool) -
     check(ranks, models.small_unet, places, 2, "1f1b")
 
 
+@pytest.mark.exhaustive
 def test_the_tied_weight_of_a_gpt_gets_the_gradients_of_both_its_uses(ranks: RankPool) -> None:
     places = spread(models.tied_gpt, 2)
     assert places["token_embedding"] == "cpu:0" and places["head"] == "cpu:3"
@@ -161,8 +162,11 @@ def test_a_frozen_tied_weight_is_used_and_not_trained(ranks: RankPool) -> None:
     check(ranks, models.frozen_tied_tokens, places, 4, "zero-bubble")
 
 
-def test_gradients_of_two_batches_add_up_also_those_of_tied_weights(ranks: RankPool) -> None:
-    check(ranks, models.tied_gpt, spread(models.tied_gpt, 2), 2, "1f1b", batches=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_gradients_of_two_batches_add_up_also_those_of_tied_weights(
+    ranks: RankPool, schedule: str
+) -> None:
+    check(ranks, models.tied_row, models.TIED_ROW, 2, schedule, batches=2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

@@ -9,10 +9,6 @@ import ranked_training as training
 from rank_pool import RankPool
 
 CHAIN = {str(index): f"cpu:{index // 2}" for index in range(8)}
-TIED = {
-    "token_embedding": "cpu:0", "position_embedding": "cpu:0", "drop": "cpu:0", "blocks.0": "cpu:0",
-    "blocks.1": "cpu:1", "blocks.2": "cpu:2", "blocks.3": "cpu:3", "norm": "cpu:3", "head": "cpu:3",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -35,17 +31,19 @@ def test_a_process_that_cannot_build_its_part_tells_the_others(
 
 
 def test_a_step_may_run_under_another_default_type_than_the_build(ranks: RankPool) -> None:
-    assert all(ranks.run(training.default_types, models.tied_gpt, TIED))
+    assert all(ranks.run(training.default_types, models.tied_row, models.TIED_ROW))
 
 
 def test_after_a_step_that_failed_nothing_is_taken_for_the_next_one(ranks: RankPool) -> None:
-    for same, message in ranks.run(training.after_a_failure, models.tied_gpt, TIED):
+    for same, message in ranks.run(training.after_a_failure, models.tied_row, models.TIED_ROW):
         assert same
         assert "a step of this pipeline failed, and what the processes sent one another" in message
 
 
 def test_a_process_that_loses_the_others_is_told_where_to_look(ranks: RankPool) -> None:
-    for rank, (notes, message) in enumerate(ranks.run(training.lost, models.tied_gpt, TIED)):
+    for rank, (notes, message) in enumerate(
+        ranks.run(training.lost, models.tied_row, models.TIED_ROW)
+    ):
         assert notes[0].startswith(
             f"in process {rank} of 4 of a pipeline; where a connection was closed or a time ran"
         )

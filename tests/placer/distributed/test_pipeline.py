@@ -21,10 +21,6 @@ from placer.distributed import schedules
 from placer.errors import InputError
 
 CHAIN = {str(index): f"cpu:{index // 2}" for index in range(8)}
-TIED = {
-    "token_embedding": "cpu:0", "position_embedding": "cpu:0", "drop": "cpu:0", "blocks.0": "cpu:0",
-    "blocks.1": "cpu:1", "blocks.2": "cpu:2", "blocks.3": "cpu:3", "norm": "cpu:3", "head": "cpu:3",
-}  # fmt: skip
 NOTHING_FITS = {"status": "infeasible", "objective": "throughput", "layer_devices": {}}
 
 
@@ -63,15 +59,15 @@ def test_training_goes_on_from_a_checkpoint_on_fewer_processes_or_unsplit(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "checkpoint")
-    losses, model = ranked.unsplit_training(models.tied_gpt, 4, 5)
-    parts = ranks.run(ranked.train, models.tied_gpt, TIED, 4, 3, path)
+    losses, model = ranked.unsplit_training(models.tied_row, 4, 5)
+    parts = ranks.run(ranked.train, models.tied_row, models.TIED_ROW, 4, 3, path)
     assert reported([part["losses"] for part in parts]) == pytest.approx(losses[:3], abs=1e-10)
-    on_two = {name: "cpu:0" if device < "cpu:2" else "cpu:1" for name, device in TIED.items()}
-    resumed = ranks.run(ranked.train_on, models.tied_gpt, on_two, 4, 2, path)
+    on_two = {name: f"cpu:{int(device[-1]) // 2}" for name, device in models.TIED_ROW.items()}
+    resumed = ranks.run(ranked.train_on, models.tied_row, on_two, 4, 2, path)
     # the momentum was kept
     assert reported(resumed) == pytest.approx(losses[3:], abs=1e-10)
 
-    _, trained = ranked.unsplit_training(models.tied_gpt, 4, 3)
+    _, trained = ranked.unsplit_training(models.tied_row, 4, 3)
     state = {"model": model.state_dict()}
     with warnings.catch_warnings():
         # torch tells that it loads without other processes: that is what is tested
@@ -97,9 +93,9 @@ def test_the_whole_state_is_gathered_under_the_models_own_keys(ranks: RankPool) 
 
 def test_a_model_on_meta_runs_once_it_has_a_state(ranks: RankPool) -> None:
     torch.manual_seed(0)
-    model, _, _, _ = models.tied_gpt()
-    losses, _, _ = ranked.unsplit_step(models.tied_gpt, 4)
-    parts = ranks.run(ranked.from_meta, models.tied_gpt, TIED, 4, model.state_dict())
+    model, _, _, _ = models.tied_row()
+    losses, _, _ = ranked.unsplit_step(models.tied_row, 4)
+    parts = ranks.run(ranked.from_meta, models.tied_row, models.TIED_ROW, 4, model.state_dict())
     assert all("has no values here yet: call load" in message for message, _ in parts)
     assert reported([loss for _, loss in parts]) == pytest.approx(losses[0], abs=1e-10)
 
@@ -171,13 +167,13 @@ def test_a_smaller_last_batch_trains_on_a_second_pipeline_of_the_same_model(
 ) -> None:
     sizes = [8, 8, 6, 8, 6]
     torch.manual_seed(0)
-    model, inputs, target, loss_fn = models.tied_gpt()
+    model, inputs, target, loss_fn = models.tied_row()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for size in sizes:
         optimizer.zero_grad()
         loss_fn(model(inputs[:size]), target[:size]).backward()
         optimizer.step()
-    state = ranked.joined(ranks.run(ranked.epoch, models.tied_gpt, TIED, sizes), "state")
+    state = ranked.joined(ranks.run(ranked.epoch, models.tied_row, models.TIED_ROW, sizes), "state")
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
             state[name], parameter.detach(), atol=1e-10, rtol=1e-10, msg=name

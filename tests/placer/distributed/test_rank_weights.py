@@ -14,10 +14,6 @@ from rank_pool import RankPool
 from ranked import joined
 
 CHAIN = {str(index): f"cpu:{index // 2}" for index in range(8)}
-TIED = {
-    "token_embedding": "cpu:0", "position_embedding": "cpu:0", "drop": "cpu:0", "blocks.0": "cpu:0",
-    "blocks.1": "cpu:1", "blocks.2": "cpu:2", "blocks.3": "cpu:3", "norm": "cpu:3", "head": "cpu:3",
-}  # fmt: skip
 AROUND = {"front": "cpu:0", "norm": "cpu:0", "back": "cpu:1", "norm@1": "cpu:0"}
 
 
@@ -63,10 +59,10 @@ def test_a_buffer_on_meta_that_no_state_has_is_asked_for(ranks: RankPool) -> Non
 
 
 def test_a_tied_weight_may_be_frozen_for_some_steps(ranks: RankPool) -> None:
-    name = "token_embedding.weight"
-    parts = ranks.run(training.frozen_later, ranked_models.tied_gpt, TIED, name)
+    name = "embedding.weight"
+    parts = ranks.run(training.frozen_later, ranked_models.tied_row, ranked_models.TIED_ROW, name)
     steps = [joined(parts, str(step)) for step in range(3)]
-    _, gradients, _ = ranked.unsplit_step(ranked_models.tied_gpt, 2)
+    _, gradients, _ = ranked.unsplit_step(ranked_models.tied_row, 2)
     assert steps[1][name] is None
     for step in (0, 2):
         torch.testing.assert_close(steps[step][name], gradients[name], atol=1e-10, rtol=1e-10)

@@ -48,9 +48,9 @@ def check_gradients(parts: list[dict[str, Any]], model: nn.Module) -> None:
 def test_two_pipelines_of_two_stages_have_the_unsplit_models_gradients(
     ranks: RankPool, schedule: Any
 ) -> None:
-    placement = placed(models.tied_gpt, 2, 2, samples=(2, 2), chunks=2, schedule=schedule)
-    parts = ranks.run(ranked.step, models.tied_gpt, placement, 2)
-    losses, model = unsplit(models.tied_gpt, [8], 2)
+    placement = placed(models.tied_row, 2, 2, samples=(2, 2), chunks=2, schedule=schedule)
+    parts = ranks.run(ranked.step, models.tied_row, placement, 2)
+    losses, model = unsplit(models.tied_row, [8], 2)
     assert [part["stages"] for part in parts] == [[0], [1], [0], [1]]
     # deferred weight gradients are complete only at the end
     assert all(bool(part["early"]) is (schedule == "1f1b") for part in parts)
@@ -111,7 +111,7 @@ def test_training_goes_on_from_a_checkpoint_with_other_replicas_or_unsplit(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    model, inputs, target, loss_fn = models.tied_gpt()
+    model, inputs, target, loss_fn = models.tied_row()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, states = [], []
     for _ in range(4):
@@ -122,17 +122,17 @@ def test_training_goes_on_from_a_checkpoint_with_other_replicas_or_unsplit(
         states.append({name: item.clone() for name, item in model.state_dict().items()})
 
     path = str(tmp_path / "checkpoint")
-    placement = placed(models.tied_gpt, 2, 2, samples=(2, 2), chunks=2)
-    parts = ranks.run(ranked.train, models.tied_gpt, placement, 2, 0.1, path, 3)
+    placement = placed(models.tied_row, 2, 2, samples=(2, 2), chunks=2)
+    parts = ranks.run(ranked.train, models.tied_row, placement, 2, 0.1, path, 3)
     assert parts[1]["losses"] == pytest.approx(losses[:2], abs=1e-10)
     for first, second in zip(parts[:2], parts[2:], strict=True):
         assert all(torch.equal(item, second["own"][name]) for name, item in first["own"].items())
     assert [part["state"] is None for part in parts] == [True, True, True, False]
     torch.testing.assert_close(parts[3]["state"], states[1], **EXACT)
 
-    others = placed(models.tied_gpt, 4, 1)
+    others = placed(models.tied_row, 4, 1)
     assert (
-        ranks.run(ranked.train_on, models.tied_gpt, others, 2, 0.1, path)
+        ranks.run(ranked.train_on, models.tied_row, others, 2, 0.1, path)
         == [pytest.approx(losses[2:], abs=1e-10)] * 4
     )
     state = {"model": model.state_dict()}

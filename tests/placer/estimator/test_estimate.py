@@ -171,9 +171,9 @@ def test_the_configuration_alone_gives_the_same_estimate(checkpoint: Path, tmp_p
     file = tmp_path / "config.json"
     file.write_text((checkpoint / "config.json").read_text())
     config = transformers().AutoConfig.from_pretrained(checkpoint)
-    estimates = [placer.estimate(one, (2, 16), "2x24GiB") for one in (file, config)]
+    estimates = [placer.estimate(one, (1, 16), "2x24GiB") for one in (file, config)]
     assert estimates[0] == estimates[1]
-    assert estimates[0].inputs == ("input_ids=2x16:int64",)
+    assert estimates[0].inputs == ("input_ids=1x16:int64",)
     assert total(estimates[0], "param_bytes") == parameter_bytes(checkpoint)
 
 
@@ -214,8 +214,8 @@ def test_the_callers_configuration_stays_as_it_is(checkpoint: Path) -> None:
 
 
 def test_training_a_checkpoint_includes_its_own_loss(checkpoint: Path) -> None:
-    found = placer.estimate(checkpoint, (2, 16), "2x24GiB", training=True)
-    assert found.inputs == ("input_ids=2x16:int64", "labels=2x16:int64")
+    found = placer.estimate(checkpoint, (1, 16), "2x24GiB", training=True)
+    assert found.inputs == ("input_ids=1x16:int64", "labels=1x16:int64")
     assert total(found, "grad_bytes") == parameter_bytes(checkpoint)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -189,6 +190,12 @@ def test_inference_has_neither_gradients_nor_saved_bytes() -> None:
     assert not any(edge.saved_by for edge in profile.edges)
 
 
+@cache
+def _expected() -> dict[str, Any]:
+    return _memory(estimated_profile(_mlp(), _features(), _cluster()))
+
+
+@pytest.mark.covering
 @pytest.mark.parametrize("place", ["cpu", "meta", "fake"])
 @pytest.mark.parametrize("weights", ["cpu", "meta"])
 def test_inputs_and_weights_need_no_data(place: str, weights: str) -> None:
@@ -199,8 +206,7 @@ def test_inputs_and_weights_need_no_data(place: str, weights: str) -> None:
             inputs = torch.empty(BATCH, LENGTH, WIDTH)
     else:
         inputs = torch.empty(BATCH, LENGTH, WIDTH, device=place)
-    expected = estimated_profile(_mlp(), _features(), _cluster())
-    assert _memory(estimated_profile(model, inputs, _cluster())) == _memory(expected)
+    assert _memory(estimated_profile(model, inputs, _cluster())) == _expected()
 
 
 def test_a_model_larger_than_the_memory_of_this_machine_is_estimated() -> None:

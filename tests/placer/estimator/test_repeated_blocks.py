@@ -86,6 +86,26 @@ class Wider(Chain):
         self.blocks[11] = nn.Sequential(nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH))
 
 
+class Residual(Chain):
+    """Blocks that add to what they read, in their forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Added() for _ in range(BLOCKS))
+
+
+class Added(nn.Module):
+    """A normalised sum of the input and what a linear layer makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(x + self.inner(x).relu())
+        return result
+
+
 def _llama() -> nn.Module:
     return zoo.llama(BLOCKS, WIDTH, 2, 2, 2 * WIDTH, 50)
 
@@ -101,15 +121,27 @@ def _profile(model: nn.Module, inputs: Tensor, training: bool, granularity: str)
     return found.model_copy(update={"graph_hash": ""})
 
 
+REST = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    ("make", "granularity"), [(_llama, "auto"), (_llama, "fine"), (_gpt, "blocks"), (Chain, "auto")]
+    ("make", "granularity"),
+    [
+        pytest.param(_llama, "auto", marks=REST),
+        pytest.param(_llama, "fine", marks=REST),
+        pytest.param(_gpt, "blocks", marks=REST),
+        (Residual, "blocks"),
+        (Residual, "fine"),
+        (Chain, "auto"),
+    ],
 )
 def test_the_profile_from_few_blocks_is_the_profile_of_the_whole_model(
     make: Callable[[], nn.Module], granularity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.device("meta"):
         model = make()
-        inputs = torch.zeros(2, WIDTH, dtype=torch.float32 if make is Chain else torch.int64)
+        tokens = make in (_llama, _gpt)
+        inputs = torch.zeros(2, WIDTH, dtype=torch.int64 if tokens else torch.float32)
     training = granularity != "blocks"
     assert short_model(model.train(training), (inputs,), {}) is not None
     found = _profile(model, inputs, training, granularity)

@@ -10,7 +10,7 @@ from pretrained_folders import saved
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of a tiny Llama, with a tokenizer."""
-    return saved("llama", tmp_path_factory.mktemp("llama"))
+    return saved("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,11 @@ def bert_in(folder: Path) -> Path:
     """Save an encoder that generates nothing, without a tokenizer."""
     library = transformers()
     config = library.BertConfig(
-        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=60,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     library.BertForSequenceClassification(config).save_pretrained(folder)
     return folder
@@ -197,6 +201,7 @@ def test_objective_generation_has_memory_for_the_cache_of_every_sequence(llama: 
     assert all(device.total_bytes > device.cache_bytes for device in memory if device.cache_bytes)
 
 
+@REST
 def test_objective_generation_names_the_memory_that_is_missing(llama: Path) -> None:
     text = placer.GenerationOptions(prompt_tokens=20, new_tokens=200, sequences_in_flight=2)
     options = {**GENERATED, "generation": text, "devices": 1}

@@ -93,7 +93,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
         functional.cross_entropy,
     ),
     "gpt": (
-        lambda: gpt(layers=3, width=16, heads=2, context=8, vocabulary=11),
+        lambda: gpt(layers=1, width=16, heads=2, context=8, vocabulary=11),
         lambda size: (torch.randint(11, (size, 8)), torch.randint(11, (size, 8))),
         tokens_loss,
     ),

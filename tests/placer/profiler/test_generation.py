@@ -23,9 +23,9 @@ ASKED = GenerationOptions(prompt_tokens=7, new_tokens=6)
 CAPACITY = 64
 
 
-def _model(name: str) -> Any:
+def _model(name: str, **sizes: int) -> Any:
     torch.manual_seed(0)
-    return MAKERS[name]().eval()
+    return MAKERS[name](**sizes).eval()
 
 
 def _ids(rows: int = 2) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_a_pass_over_the_filled_cache_gives_the_models_next_logits(name: str) ->
 def passes() -> tuple[Any, Profile, Profile]:
     """A model on ``meta``, and the profiles of its passes with 2 sequences."""
     with torch.device("meta"):
-        model = _model("llama")
+        model = _model("llama", num_hidden_layers=1)
     options = ProfileOptions(repeats=1, cache=False, granularity="blocks")
     inputs = prompt_inputs(model, _ids().to("meta"), ASKED)
     devices = ["cpu:0"]

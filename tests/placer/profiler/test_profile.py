@@ -22,6 +22,7 @@ from placer.profiler import profile as profile_module
 from placer.profiler import timing
 from placer.profiler.conditions import CoreWaits
 from placer.schema import Profile
+from placer.zoo.resnet import BasicBlock, ResNet
 
 TIMES = ("forward_ms", "backward_ms", "weight_grad_ms", "optimizer_ms", "spread", "host_ms")
 WORKSPACES = ("forward", "backward", "recorded", "input_grad", "weight_grad")
@@ -69,12 +70,12 @@ def _saved_by_the_whole(model: nn.Module, run: Callable[[], Any]) -> int:
 @pytest.mark.parametrize(
     ("model", "x", "granularity"),
     [
-        (zoo.resnet18(10), torch.randn(2, 3, 32, 32), "submodule"),
+        (ResNet(BasicBlock, [1, 1, 1, 1], 10), torch.randn(2, 3, 32, 32), "submodule"),
         (zoo.unet(width=4), torch.randn(2, 3, 16, 16), "auto"),
         (small_gpt(dropout=0.1, tied=True), TOKENS, "auto"),
         (small_gpt(), TOKENS, "fine"),
     ],
-    ids=["resnet18", "unet", "gpt", "gpt-fine"],
+    ids=["resnet", "unet", "gpt", "gpt-fine"],
 )
 def test_layers_and_edges_together_keep_what_the_unsplit_model_keeps(
     model: nn.Module, x: Tensor, granularity: str

@@ -19,6 +19,7 @@ from placer.profiler import profile as profile_module
 from placer.profiler.cache.file_cache import Cache
 from placer.profiler.profile import profile
 from placer.schema import Profile
+from placer.zoo.resnet import BasicBlock, ResNet
 
 SIZES = (8, 16, 24, 32, 40)
 
@@ -72,7 +73,7 @@ def test_a_second_profile_runs_no_layer(take: Any, monkeypatch: pytest.MonkeyPat
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "resnet": (lambda: zoo.resnet18(), lambda: torch.randn(2, 3, 32, 32)),
+    "resnet": (lambda: ResNet(BasicBlock, [1, 1, 1, 1]), lambda: torch.randn(2, 3, 32, 32)),
     "unet": (lambda: zoo.unet(width=2), lambda: torch.randn(2, 3, 32, 32)),
     # with constants
     "llama": (lambda: zoo.llama(2, 16, 2, 1, 24, 32), lambda: torch.randint(32, (2, 8))),

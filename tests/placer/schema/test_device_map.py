@@ -71,11 +71,20 @@ LANGUAGE_MODELS = [
     "T5ForConditionalGeneration",
     "BertForMaskedLM",
 ]
+QUICK = [
+    ("LlamaForCausalLM", "auto"), ("T5ForConditionalGeneration", "blocks"), ("resnet18", "fine"),
+]  # fmt: skip
+REST = pytest.mark.exhaustive
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("name", [*LANGUAGE_MODELS, "resnet18"])
-@pytest.mark.parametrize("granularity", ["auto", "fine", "blocks"])
+@pytest.mark.parametrize(
+    ("name", "granularity"),
+    [
+        pytest.param(name, granularity, marks=[] if (name, granularity) in QUICK else [REST])
+        for name in (*LANGUAGE_MODELS, "resnet18")
+        for granularity in ("auto", "fine", "blocks")
+    ],
+)
 def test_every_parameter_lies_in_a_module_of_the_map_as_accelerate_wants_it(
     name: str, granularity: str
 ) -> None:
@@ -122,7 +131,7 @@ def test_modules_are_named_as_large_as_their_parts_allow() -> None:
     assert together.device_map(model) == {"": 3}
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_accelerate_runs_whole_blocks_on_several_devices(name: str) -> None:
     accelerate = pytest.importorskip("accelerate")

@@ -80,8 +80,8 @@ def test_what_the_queue_has_no_room_for_says_when_to_ask_again(serve, solvers):
         ({}, "requests: is missing"),
     ],
 )
-def test_a_batch_that_is_none_is_told(serve, content, words):
-    reply = serve().post(BATCH, json=content)
+def test_a_batch_that_is_none_is_told(service, content, words):
+    reply = service.post(BATCH, json=content)
     assert (reply.status_code, reply.headers["Content-Type"]) == (422, "application/problem+json")
     assert words.replace("Tuple should", "") in reply.json()["detail"]
 
@@ -95,11 +95,11 @@ def test_what_is_shared_cannot_be_multiplied_beyond_a_limit(serve, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", ["1e999", "-1", "9" * 300, "NaN", "[" * 200 + "]" * 200])
-def test_a_hostile_number_or_nesting_is_no_5xx(serve, seed):
+def test_a_hostile_number_or_nesting_is_no_5xx(service, seed):
     text = json.dumps(example() | {"requests": [{"seed": 0}]}).replace(
         '"seed": 0', f'"seed": {seed}'
     )
-    reply = serve().post(BATCH, content=text, headers={"Content-Type": "application/json"})
+    reply = service.post(BATCH, content=text, headers={"Content-Type": "application/json"})
     statuses = (
         [reply.status_code] if reply.status_code != 200 else [reply.json()["answers"][0]["status"]]
     )

@@ -77,8 +77,8 @@ def test_the_stream_of_a_failed_solve_ends_with_its_problem(serve, solvers, requ
     ]
 
 
-def test_the_stream_of_what_nobody_asked_for_is_404(serve):
-    reply = serve().get(f"/v1/placements/{'0' * 32}/events")
+def test_the_stream_of_what_nobody_asked_for_is_404(service):
+    reply = service.get(f"/v1/placements/{'0' * 32}/events")
     assert (reply.status_code, reply.headers["Content-Type"]) == (404, "application/problem+json")
 
 

@@ -7,10 +7,13 @@ import pytest
 from placer.schema import PlacementRequest, Profile
 
 
-@pytest.fixture
-def filled(serve, request_body):
+@pytest.fixture(scope="module")
+def filled(serve_module, request_body):
     """Return the ids of five stored placements, oldest first, and a client of their service."""
-    client = serve()
+    return fill(serve_module(), request_body)
+
+
+def fill(client, request_body):
     ids = []
     for seed in range(5):
         body = request_body(seed=seed, objective="latency" if seed == 3 else "throughput")
@@ -48,8 +51,8 @@ def test_pages_follow_one_another_without_gap_or_overlap(filled):
     assert seen == ids[::-1]
 
 
-def test_a_new_placement_does_not_shift_the_next_page(filled, request_body):
-    client, ids = filled
+def test_a_new_placement_does_not_shift_the_next_page(serve, request_body):
+    client, ids = fill(serve(), request_body)
     first = client.get("/v1/placements?limit=2")
     client.post("/v1/placements", json=request_body(seed=99))
     assert ids_of(client.get(first.links["next"]["url"])) == [ids[2], ids[1]]
@@ -80,8 +83,8 @@ def test_a_placement_is_found_by_the_start_of_its_id(filled):
 @pytest.mark.parametrize(
     "query", ["limit=0", "limit=1000", "cursor=x", "cursor=" + "f" * 90, "status=good", "pages=2"]
 )
-def test_a_list_that_cannot_be_is_422(serve, query):
-    reply = serve().get(f"/v1/placements?{query}")
+def test_a_list_that_cannot_be_is_422(service, query):
+    reply = service.get(f"/v1/placements?{query}")
     assert (reply.status_code, reply.headers["Content-Type"]) == (422, "application/problem+json")
 
 
@@ -115,8 +118,8 @@ def test_a_profile_goes_with_the_last_placement_of_it(serve, request_body):
 @pytest.mark.parametrize(
     "path", ["/v1/profiles/x", f"/v1/profiles/{'0' * 32}", f"/v1/placements/{'0' * 32}/request"]
 )
-def test_what_was_never_asked_is_404(serve, path):
-    reply = serve().get(path)
+def test_what_was_never_asked_is_404(service, path):
+    reply = service.get(path)
     assert (reply.status_code, reply.headers["Content-Type"]) == (404, "application/problem+json")
 
 
@@ -129,8 +132,8 @@ def test_an_answer_that_the_client_has_is_304_without_a_body(filled):
         assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
 
 
-def test_a_list_that_has_changed_has_another_etag(filled, request_body):
-    client, _ = filled
+def test_a_list_that_has_changed_has_another_etag(serve, request_body):
+    client = serve()
     before = client.get("/v1/placements").headers["ETag"]
     client.post("/v1/placements", json=request_body(seed=99))
     assert client.get("/v1/placements", headers={"If-None-Match": before}).status_code == 200

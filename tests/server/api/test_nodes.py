@@ -114,11 +114,10 @@ def test_the_devices_of_one_node_need_no_network(serve):
         ("node=a&node=b&network_bytes_per_s=1&network_latency_s=1e6", 422, "network_latency_s"),
     ],
 )
-def test_what_cannot_be_joined_is_said(serve, query, status, said):
-    client = serve()
+def test_what_cannot_be_joined_is_said(service, query, status, said):
     for name in "ab":
-        client.put(f"/v1/nodes/{name}", json=NODE)
-    reply = client.get(f"/v1/cluster?{query}")
+        service.put(f"/v1/nodes/{name}", json=NODE)
+    reply = service.get(f"/v1/cluster?{query}")
     assert reply.status_code == status and said in reply.json()["detail"]
 
 
@@ -156,8 +155,8 @@ def test_nodes_with_more_devices_than_can_be_joined_are_refused_before_they_are(
         ),
     ],
 )
-def test_what_is_no_node_is_refused(serve, name, body, status):
-    assert serve().put(f"/v1/nodes/{name}", json=body).status_code == status
+def test_what_is_no_node_is_refused(service, name, body, status):
+    assert service.put(f"/v1/nodes/{name}", json=body).status_code == status
 
 
 def one_device(name="cuda:0", bandwidth=1e9, latency=0.0):
@@ -176,9 +175,9 @@ def one_device(name="cuda:0", bandwidth=1e9, latency=0.0):
         (one_device(latency=2e5), "to_host.latency_s is 200000"),
     ],
 )
-def test_a_node_of_which_no_link_could_be_made_is_refused_when_it_registers(serve, node, said):
+def test_a_node_of_which_no_link_could_be_made_is_refused_when_it_registers(service, node, said):
     # Its devices were taken, and each GET /v1/cluster that joined them to others was a 500.
-    reply = serve().put("/v1/nodes/a", json=node)
+    reply = service.put("/v1/nodes/a", json=node)
     assert reply.status_code == 422 and said in reply.json()["detail"]
 
 

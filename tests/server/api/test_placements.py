@@ -323,8 +323,8 @@ def test_each_example_of_the_openapi_document_runs(serve, name):
     assert client.post("/v1/placements", json=value).status_code == 200
 
 
-def test_every_reference_of_the_openapi_document_resolves(serve):
-    document = serve().get("/openapi.json").json()
+def test_every_reference_of_the_openapi_document_resolves(service):
+    document = service.get("/openapi.json").json()
 
     def references(node):
         if isinstance(node, dict):

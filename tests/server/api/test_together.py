@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from joint_requests import random_request
 
 from placer.schema import JointPlacement, JointRequest, Placement
@@ -144,18 +145,18 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_request_is_refused_with_the_reason(
-    serve: Any, path: str, value: Any, words: str
+    service: TestClient, path: str, value: Any, words: str
 ) -> None:
-    reply = serve(max_time_limit_s=60).post(TOGETHER, json=_changed(path, value))
+    reply = service.post(TOGETHER, json=_changed(path, value))
     assert (reply.status_code, reply.headers["Content-Type"]) == (422, "application/problem+json")
     assert words in reply.json()["detail"]
 
 
-def test_profiles_of_other_devices_are_refused(serve: Any) -> None:
+def test_profiles_of_other_devices_are_refused(service: TestClient) -> None:
     content = body()
     cluster = content["models"]["unet"]["profile"]["cluster"]
     cluster["devices"], cluster["links"] = cluster["devices"][:1], []
-    reply = serve().post(TOGETHER, json=content)
+    reply = service.post(TOGETHER, json=content)
     assert reply.status_code == 422
     assert "measure all models on the same devices" in reply.json()["detail"]
 
@@ -168,8 +169,8 @@ def test_times_that_become_too_long_with_the_runs_are_refused(serve: Any) -> Non
     assert "layer 'conv_in' of 'unet' has a forward_ms of 9e+08 and runs 50 times" in reply.text
 
 
-def test_a_profile_alone_is_told_its_place(serve: Any) -> None:
-    reply = serve().post(TOGETHER, json=body()["models"]["unet"]["profile"])
+def test_a_profile_alone_is_told_its_place(service: TestClient) -> None:
+    reply = service.post(TOGETHER, json=body()["models"]["unet"]["profile"])
     assert reply.status_code == 422 and reply.json()["errors"]
 
 

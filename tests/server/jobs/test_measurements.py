@@ -85,19 +85,19 @@ def test_a_graph_that_takes_longer_than_wait_is_202_and_then_there(serve, graph_
         ({"op": "aten.zeros.default", "args": [[2**40]]}, "does not fit"),
     ],
 )
-def test_a_hostile_operation_is_422_and_named(serve, graph_body, step, said):
-    reply = serve().post("/v1/profiles?wait=60", json=operations(graph_body(), step))
+def test_a_hostile_operation_is_422_and_named(service, graph_body, step, said):
+    reply = service.post("/v1/profiles?wait=60", json=operations(graph_body(), step))
     assert reply.status_code == 422
     assert said in reply.json()["detail"]
     assert "/etc" not in reply.text and len(reply.content) <= MAX_BYTES
 
 
-def test_a_value_of_a_layer_that_does_not_exist_is_422_and_named(serve, graph_body):
+def test_a_value_of_a_layer_that_does_not_exist_is_422_and_named(service, graph_body):
     # The profile's writer met the name first, as a KeyError and a 500.
     content = graph_body()
     content["graph"]["values"][1]["source"] = "lineal"
     for path in ("/v1/profiles", "/v1/estimates"):
-        reply = serve().post(path, json={"graph": content["graph"]})
+        reply = service.post(path, json={"graph": content["graph"]})
         assert reply.status_code == 422
         assert "source of value 'y': there is no layer 'lineal'" in reply.json()["detail"]
 
@@ -235,8 +235,8 @@ def test_without_torch_graphs_are_501_and_it_says_what_to_do(serve, graph_body, 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"null", b"[]", b'{"graph": {"layers": []}}', b"\xff", b"[" * 5000]
 )
-def test_what_is_no_graph_is_a_problem(serve, body):
-    reply = serve().post(
+def test_what_is_no_graph_is_a_problem(service, body):
+    reply = service.post(
         "/v1/profiles?wait=60", content=body, headers={"Content-Type": "application/json"}
     )
     assert reply.status_code in (400, 422) and len(reply.content) <= MAX_BYTES

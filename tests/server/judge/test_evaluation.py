@@ -62,10 +62,10 @@ def test_two_past_placements_are_compared_without_a_body(serve, request_body):
 
 
 def test_a_text_of_an_engine_is_judged_against_the_best_that_its_format_can_express(
-    serve, request_body
+    service, request_body
 ):
     body = {"request": request_body(), "format": "vllm", "text": "2"}
-    found = serve().post(f"{EVALUATE}?best=true", json=body).json()
+    found = service.post(f"{EVALUATE}?best=true", json=body).json()
     # one block a device, as even as the example is
     assert found["best"]["export"]["text"] == "1,1"
     assert found["best"]["speedup"] == found["objective_value"] / found["best_value"] > 1
@@ -120,8 +120,10 @@ def test_only_a_few_evaluations_may_wait_for_a_best_placement():
         (f"{EVALUATE}?id=x", {"layer_devices": {}}, 404, "not an id"),
     ],
 )
-def test_a_body_that_cannot_be_judged_is_a_problem_that_says_why(serve, path, body, status, words):
-    reply = serve().post(path, json=body)
+def test_a_body_that_cannot_be_judged_is_a_problem_that_says_why(
+    service, path, body, status, words
+):
+    reply = service.post(path, json=body)
     assert (reply.status_code, reply.headers["Content-Type"]) == (
         status,
         "application/problem+json",

@@ -183,10 +183,9 @@ def test_a_placement_that_places_nothing_has_no_timeline(serve, solvers):
 
 
 @pytest.mark.parametrize("what", ["timeline", "trace", "report"])
-def test_what_is_not_there_is_a_404(serve, what):
-    client = serve()
+def test_what_is_not_there_is_a_404(service, what):
     for key in ("0" * 32, "nothing"):
-        reply = client.get(f"/v1/placements/{key}/{what}")
+        reply = service.get(f"/v1/placements/{key}/{what}")
         assert (reply.status_code, reply.json()["type"]) == (
             404,
             "urn:placer:problem:no-such-placement",

@@ -10,10 +10,9 @@ from placer_server.openapi import examples
 @pytest.mark.parametrize(
     "path", ["/", "/healthz", "/readyz", "/metrics", "/openapi.json", "/v1/placements", "/v1/nodes"]
 )
-def test_head_is_get_without_its_body(serve, path):
+def test_head_is_get_without_its_body(service, path):
     # Load balancers and curl -I were told 405.
-    client = serve()
-    got, head = client.get(path), client.head(path)
+    got, head = service.get(path), service.head(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["Content-Type"] == got.headers["Content-Type"]
 
@@ -28,8 +27,8 @@ def test_head_of_a_placement_has_its_tag_and_its_length(serve, request_body):
 
 
 @pytest.mark.parametrize("path", ["/nothing", f"/v1/placements/{'0' * 32}"])
-def test_head_of_what_is_not_there_is_404(serve, path):
-    reply = serve().head(path)
+def test_head_of_what_is_not_there_is_404(service, path):
+    reply = service.head(path)
     assert (reply.status_code, reply.content) == (404, b"")
 
 

@@ -411,7 +411,7 @@ def test_a_stop_ends_the_search_with_the_best_so_far():
 
 def test_better_placements_are_told_as_they_are_found():
     told = []
-    placement = solve(row([1.0] * 12, devices=4, chunks=8, schedule="auto"), progress=told.append)
+    placement = solve(row([1.0] * 8, devices=3, chunks=4, schedule="auto"), progress=told.append)
     values = [incumbent.objective_value for incumbent in told]
     assert values == sorted(values, reverse=True) and values[-1] == placement.objective_value
     assert all(incumbent.bound <= incumbent.objective_value for incumbent in told)
