@@ -101,7 +101,7 @@ def test_a_faulty_result_is_named(content: Any, fault: str) -> None:
 
 
 def test_a_text_that_is_not_json_is_refused() -> None:
-    with pytest.raises(InputError, match="Piper's result is not JSON"):
+    with pytest.raises(InputError, match=r"Piper's result is not JSON: .*'stages', not '{'"):
         FORMAT.read("{", "ab", "xyz")
 
 
