@@ -30,6 +30,7 @@ from placer.errors import (
     TimeoutExceeded,
     UnreachableError,
 )
+from placer.utils.garbage_collection import paused_collection
 
 if TYPE_CHECKING:
     from placer import distributed, testing
@@ -178,6 +179,7 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
+@paused_collection()
 def _import(module: str) -> Any:
     try:
         return import_module(module)

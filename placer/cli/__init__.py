@@ -22,6 +22,8 @@ Ctrl-C may come during them.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import threading
@@ -41,6 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: the words of the command line; by default ``sys.argv``.
     """
+    # the interpreter would look through all objects of torch for cycles, which takes a second
+    atexit.register(gc.freeze)
     with ended_by_interrupts():
         from placer.cli.command import run
 

@@ -8,6 +8,10 @@
                     ▼
                solve changed requests ─▶ the smallest changes that fit
 
+A contiguous placement is sought with the largest devices unlimited first. The least use is found in
+a moment and shows whether a placement within the limits exists; proving that without it takes
+longer.
+
 Nothing here needs torch.
 """
 
@@ -41,6 +45,9 @@ from placer.schema import (
     Schedule,
 )
 from placer.schema.base import LARGEST_BYTES, MAX_DEVICES
+from placer.solver.explain.infeasible import plain_reason
+from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
 from placer.solver.replicas.replication import EDGE_BYTES, LAYER_BYTES
 from placer.solver.solve import solve
 from placer.utils.units import count_text, devices_text, needed_text, number_text, size_text
@@ -185,19 +192,17 @@ class MemorySearch:
         Raises:
             InputError: no placement exists, whatever the memory.
         """
-        within = self._solved(self._cluster)
-        if within is not None and within.layer_devices:
-            return within, None if self._unlimited else True
-        beyond = self._solved(self._grown(), always=True)
-        if beyond is None or not beyond.layer_devices:
-            reason = beyond.infeasible.text if beyond is not None and beyond.infeasible else ""
+        found, fits = self._solved(self._cluster)
+        if not found.layer_devices:
+            found, _ = self._solved(_grown(self._cluster, _largest(self._cluster)))
+        if not found.layer_devices:
             raise InputError(
-                f"the layers cannot be placed on these devices, whatever their memory: {reason}"
-                if reason
+                "the layers cannot be placed on these devices, whatever their memory:"
+                f" {found.infeasible.text}"
+                if found.infeasible
                 else "no placement was found in time; allow more with time_limit_s"
             )
-        is_proven = within is not None and within.status == "infeasible"
-        return beyond, False if is_proven else None
+        return found, None if self._unlimited else fits
 
     def device_estimates(self, placement: Placement) -> tuple[DeviceEstimate, ...]:
         """Return the memory of each device under a placement, with the limits that were given."""
@@ -279,8 +284,10 @@ class MemorySearch:
             smaller, cache = batches.estimated(size)
             profile = with_cache(_untimed(smaller), cache)
             chunks = self._asked.chunks * (now // size)
-            found = self._solved(self._cluster, profile=profile, chunks=chunks, recompute=recompute)
-            if found is not None and found.layer_devices:
+            found = self._fitting(
+                self._cluster, profile=profile, chunks=chunks, recompute=recompute
+            )
+            if found is not None:
                 best, low = (profile, found, chunks), middle + 1
             else:
                 high = middle
@@ -295,16 +302,15 @@ class MemorySearch:
 
     def _shorter_texts(self, texts: ShorterTexts) -> Change | None:
         """Return the longest shorter texts that fit, within a fiftieth of their length."""
-        without = self._solved(self._cluster, profile=self._uncached)
-        if without is None or not without.layer_devices:
+        if self._fitting(self._cluster, profile=self._uncached) is None:
             return None  # no text is short enough; this saves the estimates of their caches
         best: tuple[int, Placement] | None = None
         low, high = 0, texts.tokens  # as far as is known, ``low`` fits and ``high`` does not
         while high - low > 1 + low // 50 and not self._over():
             middle = (low + high) // 2
             profile = with_cache(self._uncached, texts.cached(middle))
-            found = self._solved(self._cluster, profile=profile)
-            if found is not None and found.layer_devices:
+            found = self._fitting(self._cluster, profile=profile)
+            if found is not None:
                 best, low = (middle, found), middle
             else:
                 high = middle
@@ -319,10 +325,11 @@ class MemorySearch:
 
         This saves the estimates of smaller micro-batches.
         """
-        found = self._solved(
-            self._cluster, profile=_state_alone(self._profile), recompute=recompute
-        )
-        return found is not None and found.status != "infeasible"
+        if self._over():
+            return False
+        state = _state_alone(self._profile)
+        _, fits = self._solved(self._cluster, profile=state, recompute=recompute)
+        return fits is not False
 
     def _may_recompute(self) -> bool:
         return self._profile.training and self._asked.recompute == "never"
@@ -330,8 +337,8 @@ class MemorySearch:
     def _recomputing(self) -> Change | None:
         if not self._may_recompute():
             return None
-        found = self._solved(self._cluster, recompute="auto")
-        if found is None or not found.layer_devices:
+        found = self._fitting(self._cluster, recompute="auto")
+        if found is None:
             return None
         text = f"recompute on {_names(found.recompute)}"
         return self._change("recompute", text, found, self._cluster)
@@ -347,10 +354,10 @@ class MemorySearch:
 
     def _larger(self) -> Iterator[Change]:
         """Yield the smallest memory of one of the largest devices, and of all of them."""
-        numbers = self._largest()
+        numbers = _largest(self._cluster)
         for chosen in ([numbers[:1]] if len(numbers) > 1 else []) + [numbers]:
-            found = self._solved(self._grown(chosen))
-            if found is None or not found.layer_devices:
+            found = self._fitting(_grown(self._cluster, chosen))
+            if found is None:
                 continue
             needed = max(found.devices[number].memory.total_bytes for number in chosen)
             usable = [device.usable_bytes for device in self._cluster.devices]
@@ -364,23 +371,6 @@ class MemorySearch:
                 f" {size_text(before)}"
             )
             yield self._change("memory", text, found, cluster)
-
-    def _largest(self) -> list[int]:
-        """Return the numbers of the devices with the most memory."""
-        usable = [device.usable_bytes for device in self._cluster.devices]
-        return [number for number, size in enumerate(usable) if size == max(usable)]
-
-    def _grown(self, numbers: Sequence[int] | None = None) -> Cluster:
-        """Return the cluster with unlimited memory of the largest devices, or of those given.
-
-        Without a fitting placement, the smallest possible largest use then is on one of them: it
-        exceeds the limits of all devices.
-        """
-        chosen = self._largest() if numbers is None else numbers
-        usable = [device.usable_bytes for device in self._cluster.devices]
-        for number in chosen:
-            usable[number] = LARGEST_BYTES - self._cluster.devices[number].reserve_bytes
-        return with_sizes(self._cluster, usable)
 
     def _fewest(self, cluster: Callable[[int], Cluster]) -> tuple[int, Placement, Cluster] | None:
         """Return the smallest number of devices that fit, by doubling and halving.
@@ -412,8 +402,8 @@ class MemorySearch:
         self, count: int, cluster: Callable[[int], Cluster]
     ) -> tuple[int, Placement, Cluster] | None:
         devices = cluster(count)
-        found = self._solved(devices)
-        return None if found is None or not found.layer_devices else (count, found, devices)
+        found = self._fitting(devices)
+        return None if found is None else (count, found, devices)
 
     def _change(
         self,
@@ -439,6 +429,27 @@ class MemorySearch:
             }
         )
 
+    def _fitting(
+        self,
+        cluster: Cluster,
+        *,
+        profile: Profile | None = None,
+        chunks: int | None = None,
+        recompute: Recompute | dict[str, Recompute] | None = None,
+    ) -> Placement | None:
+        """Return the placement by memory if it fits, or None, also if no time is left.
+
+        Args:
+            cluster: the devices.
+            profile: as for ``_solved``.
+            chunks: as for ``_solved``.
+            recompute: as for ``_solved``.
+        """
+        if self._over():
+            return None
+        found, fits = self._solved(cluster, profile=profile, chunks=chunks, recompute=recompute)
+        return found if fits else None
+
     def _solved(
         self,
         cluster: Cluster,
@@ -446,41 +457,44 @@ class MemorySearch:
         profile: Profile | None = None,
         chunks: int | None = None,
         recompute: Recompute | dict[str, Recompute] | None = None,
-        always: bool = False,
-    ) -> Placement | None:
-        """Return the solver's answer, or None if no time is left.
+    ) -> tuple[Placement, bool | None]:
+        """Return the placement by memory, and whether it is within the limits; None if unknown.
+
+        Contiguous layers that do not fit are placed all the same: beyond the limits of the largest
+        devices, as little as possible. Solving takes a moment even if the time is over.
 
         Args:
             cluster: the devices.
             profile: instead of the profile itself.
             chunks: instead of the number that was asked for.
             recompute: instead of the rule that was asked for.
-            always: solve even if the time is over, for a moment.
         """
-        left_s, began = self._left_s, monotonic()
-        if left_s <= 0 and not always:
-            self.ran_out = True
-            return None
-        asked = self._asked
-        answer = solve(
-            PlacementRequest(
+        asked, training, began = self._asked, self._profile.training, monotonic()
+        again = asked.recompute if recompute is None else recompute
+
+        def request(devices: Cluster) -> PlacementRequest:
+            return PlacementRequest(
                 profile=profile or self._profile,
-                cluster=cluster,
+                cluster=devices,
                 objective="memory",
-                chunks=(chunks or asked.chunks) if self._profile.training else 1,
+                chunks=(chunks or asked.chunks) if training else 1,
                 schedule=asked.schedule,
-                constraints=Constraints(
-                    recompute=(asked.recompute if recompute is None else recompute)
-                    if self._profile.training
-                    else "never"
-                ),
-                time_limit_s=max(0.5, min(left_s, LONGEST_SOLVE_S)),
+                constraints=Constraints(recompute=again if training else "never"),
+                time_limit_s=max(0.5, min(self._left_s, LONGEST_SOLVE_S)),
             )
-        )
+
+        requests = [request(cluster)]
+        if _may_bind(requests[0]):
+            # a placement within the limits uses no more than the largest device may hold
+            requests.insert(0, request(_grown(cluster, _largest(cluster))))
+        for one in requests:
+            answer = solve(one)
+            fits = _fits(answer, cluster)
+            if fits is not None:
+                break
         self._left_s -= monotonic() - began
-        if answer.status == "unknown":
-            self.ran_out = True
-        return answer
+        self.ran_out = self.ran_out or fits is None
+        return answer, fits
 
     def _over(self) -> bool:
         is_over = self._left_s <= 0
@@ -528,6 +542,34 @@ def _state_alone(profile: Profile) -> Profile:
     layers = tuple(layer.model_copy(update=of_layers) for layer in profile.layers)
     edges = tuple(edge.model_copy(update=of_edges) for edge in profile.edges)
     return profile.model_copy(update={"layers": layers, "edges": edges})
+
+
+def _largest(cluster: Cluster) -> list[int]:
+    """Return the numbers of the devices with the most memory."""
+    usable = [device.usable_bytes for device in cluster.devices]
+    return [number for number, size in enumerate(usable) if size == max(usable)]
+
+
+def _grown(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
+    """Return the cluster with unlimited memory of some devices."""
+    usable = [device.usable_bytes for device in cluster.devices]
+    for number in numbers:
+        usable[number] = LARGEST_BYTES - cluster.devices[number].reserve_bytes
+    return with_sizes(cluster, usable)
+
+
+def _may_bind(request: PlacementRequest) -> bool:
+    """Return whether only a search tells if contiguous layers are within the limits."""
+    problem = Problem.from_request(request)
+    return problem.contiguous and plain_reason(problem, reduced(problem)) is None
+
+
+def _fits(placement: Placement, cluster: Cluster) -> bool | None:
+    """Return whether the smallest largest use is within the limits; None if that is unknown."""
+    if not placement.layer_devices:
+        return False if placement.infeasible else None
+    total, limit = _fullest(placement, cluster)
+    return True if total <= limit else False if placement.status == "optimal" else None
 
 
 def _fullest(placement: Placement, cluster: Cluster) -> tuple[int, int]:

@@ -118,7 +118,7 @@ def for_format(request: PlacementRequest, format: FormatName | None) -> Placemen
             "one of the two out"
         )
     rules = request.constraints
-    if not form.in_segments and rules.contiguous is None:
+    if not (form.in_segments or form.contiguous) and rules.contiguous is None:
         # A map of the user may return to an earlier device, and the engine runs it.
         rules = rules.model_copy(update={"contiguous": False})
     return request.model_copy(update={"for_format": form.name, "constraints": rules})

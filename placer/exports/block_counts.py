@@ -9,7 +9,7 @@ from itertools import pairwise
 from placer.errors import InputError, PlacementError
 from placer.exports.format import Format
 from placer.exports.plan import Plan
-from placer.exports.units import Unit, block_path, modules_of, units_in_order
+from placer.exports.units import Unit, block_path, is_number, modules_of, units_in_order
 from placer.utils.units import count_text
 
 
@@ -92,7 +92,7 @@ class BlockCounts(Format):
         try:
             blocks = plan.model.get_submodule(path)
             # other children of a module that has numbered ones are not blocks
-            numbers = [int(name) for name, _ in blocks.named_children() if name.isdigit()]
+            numbers = [int(name) for name, _ in blocks.named_children() if is_number(name)]
         except AttributeError as error:
             raise PlacementError(
                 f"{type(plan.model).__name__} has no list of blocks {path!r}, which layers of the "

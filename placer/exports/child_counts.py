@@ -9,7 +9,7 @@ from itertools import accumulate
 from placer.errors import InputError, PlacementError
 from placer.exports.format import Format
 from placer.exports.plan import Plan
-from placer.exports.units import Unit, units_in_order
+from placer.exports.units import Unit, is_number, units_in_order
 from placer.utils.units import count_text
 
 
@@ -142,6 +142,6 @@ def _child(module: str) -> str | None:
 
 def _numbered(keys: Sequence[str]) -> list[str]:
     """Return the children of a sequence from those that have layers: also the numbers between."""
-    if all(key.isdigit() for key in keys):
+    if all(map(is_number, keys)):
         return [str(number) for number in range(max(map(int, keys)) + 1)]
     return list(keys)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from placer.errors import InputError, PlacementError
 from placer.exports.plan import Plan, Segment, placed_units, segments
-from placer.exports.units import Unit
+from placer.exports.units import Unit, is_number
 from placer.schema.base import FormatName
 from placer.schema.export import Export
 from placer.schema.request import PlacementRequest
@@ -179,4 +179,4 @@ class Format(ABC):
 
 def _natural(device: str) -> tuple[str, int]:
     kind, _, index = device.rpartition(":")
-    return (kind, int(index)) if index.isdigit() else (device, 0)
+    return (kind, int(index)) if is_number(index) else (device, 0)

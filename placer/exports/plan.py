@@ -28,6 +28,7 @@ class Plan:
         batch_size: samples in a micro-batch.
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
+        contiguous: whether no value comes back to a device.
         model: the ``nn.Module`` that was placed, possibly on meta; None if it was not given.
     """
 
@@ -41,6 +42,7 @@ class Plan:
     batch_size: int = 1
     chunks: int = 1
     schedule: str = "1f1b"
+    contiguous: bool = True
     model: Any = None
 
     @property

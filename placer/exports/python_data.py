@@ -40,6 +40,7 @@ def python_data(text: str, title: str, example: str) -> Any:
     literal = _DEVICE.sub(_device, ordered[1] if ordered else bare)
     try:
         found = ast.literal_eval(_SPLIT.sub(r'"\1"', literal))
+        repr(found)  # fails for a number of too many digits, which no message could show
         return dict(found) if ordered else found
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         pass

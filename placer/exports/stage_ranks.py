@@ -21,15 +21,16 @@ def json_object(text: str, title: str, keys: Sequence[str]) -> dict[str, Any]:
     Raises:
         InputError: the text is not JSON, or is not an object with these fields.
     """
+    wanted = f"give an object with {' and '.join(map(repr, keys))}"
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{title} is not JSON: {error}") from error
+        raise InputError(
+            f"{title} is not JSON: {error}; {wanted}, not {text.strip()!r:.80}"
+        ) from error
     missing = [key for key in keys if not isinstance(content, dict) or key not in content]
     if missing:
-        raise InputError(
-            f"{title} has no {missing[0]!r}; give an object with {' and '.join(map(repr, keys))}"
-        )
+        raise InputError(f"{title} has no {missing[0]!r}; {wanted}, not {text.strip()!r:.80}")
     found: dict[str, Any] = content
     return found
 

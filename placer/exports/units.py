@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from placer.schema.base import MERGED, WHOLE
+from placer.schema.base import MAX_LAYERS, MERGED, WHOLE
+
+_MOST_DIGITS = len(str(MAX_LAYERS - 1))
+"""Digits of the largest number of a block. A format counts all blocks up to it, so a longer name
+would need time and memory without limit."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ def is_part(module: str, of: str) -> bool:
     return not of or module == of or module.startswith(f"{of}.")
 
 
+def is_number(name: str) -> bool:
+    """Return whether the name of a module is its number in a list."""
+    return name.isdecimal() and len(name) <= _MOST_DIGITS
+
+
 def block_path(module: str) -> str | None:
     """Return the path of the outermost numbered module around a module; None without one.
 
@@ -51,7 +60,7 @@ def block_path(module: str) -> str | None:
     """
     steps = module.split(".")
     for depth, step in enumerate(steps):
-        if step.isdigit():
+        if is_number(step):
             return ".".join(steps[: depth + 1])
     return None
 

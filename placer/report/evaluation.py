@@ -16,6 +16,8 @@ MOST_INLINE = 40
 """Characters of an exported text that still fits into the verdict's line."""
 SAME = 1e-6
 """Relative difference up to which two values count as equal."""
+VISIBLE = 0.005
+"""Relative difference up to which a gain would be shown as 1.00x or 0%."""
 
 
 def evaluation_table(found: Evaluation) -> RenderableType:
@@ -72,7 +74,7 @@ def _gain_text(found: Evaluation, best: Best) -> str:
 
 
 def _difference_text(found: Evaluation, best: Best) -> str:
-    if not found.valid or found.above_best is None:
+    if not found.valid or found.above_best is None or found.above_best <= VISIBLE:
         return ""
     if best.speedup is not None:
         return f" ({best.speedup:.2f}x faster)"

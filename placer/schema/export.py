@@ -68,8 +68,9 @@ def device_map(layer_devices: Mapping[str, str], model: Any = None) -> dict[str,
 
 def _place(device: str) -> Place:
     kind, _, index = device.partition(":")
-    if kind == "cuda":
-        return int(index or 0)
+    number = index or "0"
+    if kind == "cuda" and number.isdecimal():
+        return int(number)
     return "cpu" if kind == "cpu" else device
 
 

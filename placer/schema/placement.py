@@ -523,6 +523,7 @@ class Placement(Wire):
             batch_size=self.batch_size,
             chunks=self.chunks,
             schedule=self.schedule,
+            contiguous=self.contiguous,
             model=model,
         )
         return exporter.export(plan)

@@ -79,7 +79,9 @@ async def _on_parameters(request: Request, error: Exception) -> Response:
     faults = [
         {
             "pointer": " ".join(str(part) for part in item["loc"]),
-            "detail": f"{wanted(item['msg'])}, not {clip(repr(item['input']), 80)}",
+            "detail": "is missing; add it to the query"
+            if item["type"] == "missing"
+            else f"{wanted(item['msg'])}, not {clip(repr(item['input']), 80)}",
         }
         for item in error.errors()
     ]

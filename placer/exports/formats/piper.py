@@ -44,7 +44,9 @@ class Piper(Format):
         return [Unit((layer,), (layer,)) for layer in layers]
 
     def text(self, plan: Plan) -> str:
-        """Return the JSON, with one stage on each line."""
+        """Return the JSON, with one stage on each line; see ``Format.text``."""
+        if not plan.contiguous:
+            self.segments(plan)  # refuses a device that a value may come back to
         stages = []
         for device in plan.stages or dict.fromkeys(plan.layer_devices.values()):
             choice = RECOMPUTED if device in plan.recompute else KEPT

@@ -12,7 +12,7 @@ from placer.exports.format import Format
 from placer.exports.path_table import PathTable
 from placer.exports.plan import Plan
 from placer.exports.python_data import python_data
-from placer.exports.units import Unit, units_in_order
+from placer.exports.units import Unit, is_number, units_in_order
 
 _SCHEDULES = {
     "fill-drain": "GPipe",
@@ -99,7 +99,7 @@ def _part(module: str) -> str | None:
     """Return the child that contains a module, or its element if the child is a list."""
     child, _, inside = module.partition(".")
     element = inside.partition(".")[0]
-    return (f"{child}.{element}" if element.isdigit() else child) or None
+    return (f"{child}.{element}" if is_number(element) else child) or None
 
 
 def _is_valid(parts: Any) -> bool:

@@ -37,8 +37,8 @@ TIMES_LONGER = 10.0
 Some changes make a problem that is never proven, such as stages that need not be contiguous. They
 would use all of the time limit after an answer that took a moment."""
 
-WORTH = 1e-4
-"""Relative gain below which a change is not reported."""
+WORTH = 0.005
+"""Relative gain below which a change is not reported: it would be shown as 1.00x."""
 
 UNLIMITED = "memory without limits"
 

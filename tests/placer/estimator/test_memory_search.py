@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from random import Random
 
 import pytest
@@ -86,6 +86,29 @@ def test_the_fullest_device_uses_as_little_as_in_the_best_of_all_cuts(seed: int)
     found = on("3x1MiB", chain(params, edges, works))
     assert found.fits and found.proven
     assert found.fullest.total_bytes == best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_chain_fits_on_unlike_devices_exactly_if_a_cut_does(seed: int) -> None:
+    random = Random(seed)
+    params = [random.choice((10, 100, 250)) for _ in range(6)]
+    edges = [random.choice((1, 20, 90)) for _ in range(5)]
+    works = [random.choice((0, 15, 200)) for _ in range(6)]
+    sizes = [random.choice((300, 400, 500)) for _ in range(3)]
+    parts = [
+        (range(first), range(first, second), range(second, 6))
+        for first in range(7)
+        for second in range(first, 7)
+    ]
+    fits = any(
+        all(
+            use_of(params, edges, works, part) <= size
+            for part, size in zip(cut, order, strict=True)
+        )
+        for cut in parts
+        for order in permutations(sizes)
+    )
+    assert on(",".join(map(str, sizes)), chain(params, edges, works)).fits is fits
 
 
 @pytest.mark.parametrize(("missing", "fits"), [(0, True), (1, False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import pytest
 from commands import chain
@@ -22,6 +23,7 @@ from placer.schema import (
     Replica,
     SolveOptions,
 )
+from placer.schema.base import FormatName
 from placer.solver.check import check
 from placer.solver.solve import solve
 
@@ -202,6 +204,18 @@ def test_options_make_the_request_of_a_profile() -> None:
     where = {"l0": "cuda:0", "l1": "cuda:0"}
     assert evaluate(profile, where, options=options).objective_value == pytest.approx(4.0)
     assert evaluate(profile, where, objective="latency").objective == "latency"
+
+
+@pytest.mark.parametrize("format", get_args(FormatName))
+def test_the_best_map_of_every_format_is_evaluated_as_the_solver_predicts(
+    format: FormatName,
+) -> None:
+    """It failed for Piper, whose stages are contiguous without being segments."""
+    request = PlacementRequest(profile=blocks([1, 2, 2, 2, 1], devices=2), for_format=format)
+    best = solve(request)
+    found = evaluate(request.profile, best.export(format).text, format, best=False)
+    assert found.valid
+    assert found.objective_value == pytest.approx(best.objective_value)
 
 
 def test_a_map_that_cuts_a_block_is_invalid_for_a_format_of_whole_blocks() -> None:

@@ -40,6 +40,7 @@ def test_json_and_python_literals_are_read(text: str, data: Any) -> None:
 @example("OrderedDict(1)")
 @example("{[]: 1}")
 @example("1" * 10_000)
+@example("[0x" + "f" * 10_000 + "]")
 @example("__import__('os')")
 def test_other_text_is_refused_with_an_example(text: str) -> None:
     try:

@@ -35,6 +35,9 @@ def test_a_layers_name_contains_module_paths(layer: str, modules: list[str]) -> 
         ("model.layers.3", "model.layers.3"),
         ("layers.3.experts.7", "layers.3"),
         ("0.conv", "0"),
+        ("layers.99999", "layers.99999"),
+        ("layers.100000", None),  # all blocks up to it would be counted
+        ("layers.\N{SUPERSCRIPT TWO}", None),  # a digit that int() refuses
         ("embed", None),
         ("conv1.weight2d", None),
         ("", None),

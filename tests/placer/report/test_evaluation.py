@@ -63,6 +63,11 @@ FAULT = Fault(kind="out-of-memory", detail="'cuda:0' needs 9.0 GiB")
             " 10.90 ms (1.11x faster)",
         ),
         (
+            judged(10.93, 10.9),
+            "valid: bottleneck per micro-batch 10.93 ms; the best placement for vllm, '3,2', takes"
+            " 10.90 ms",
+        ),
+        (
             judged(12.1, 10.9, format=None, best=None),
             "valid: bottleneck per micro-batch 12.10 ms",
         ),

@@ -25,6 +25,7 @@ def _placed(**layers: str) -> Placement:
 def test_gpus_are_indices_and_the_host_is_cpu() -> None:
     placement = _placed(embed="cuda:1", body="cuda:0", head="cpu:3")
     assert placement.device_map() == {"embed": 1, "body": 0, "head": "cpu"}
+    assert _placed(embed="cuda", head="cuda:left").device_map() == {"embed": 0, "head": "cuda:left"}
 
 
 def test_merged_layers_are_their_modules_and_a_later_call_follows_the_first() -> None:

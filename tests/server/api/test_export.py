@@ -18,7 +18,9 @@ def test_an_unknown_format_or_placement_is_a_problem(serve, request_body):
     refused = client.get(f"/v1/placements/{key}/export?format=vlm")
     assert refused.status_code == 422
     assert "vllm" in refused.text
-    assert client.get(f"/v1/placements/{key}/export").status_code == 422
+    missing = client.get(f"/v1/placements/{key}/export")
+    assert missing.status_code == 422
+    assert missing.json()["detail"] == "format: is missing; add it to the query"
     assert client.get(f"/v1/placements/{'0' * 32}/export?format=vllm").status_code == 404
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from small_requests import examples, small_requests
 
 import placer
-from placer.errors import InputError
+from placer.errors import InputError, PlacementError
 from placer.exports.formats.piper import Piper
 from placer.exports.plan import Plan
 from placer.schema import Cluster, Device, Edge, Layer, Link, PlacementRequest, Profile
@@ -101,7 +101,7 @@ def test_a_faulty_result_is_named(content: Any, fault: str) -> None:
 
 
 def test_a_text_that_is_not_json_is_refused() -> None:
-    with pytest.raises(InputError, match="Piper's result is not JSON"):
+    with pytest.raises(InputError, match=r"Piper's result is not JSON: .*'stages', not '{'"):
         FORMAT.read("{", "ab", "xyz")
 
 
@@ -150,6 +150,16 @@ def test_no_contiguous_placement_is_better(request: PlacementRequest) -> None:
     names = [layer.name for layer in request.profile.layers]
     read = FORMAT.read(placement.export("piper").text, names, placement.stages)
     assert read == placement.layer_devices
+
+
+def test_a_placement_whose_values_come_back_to_a_device_is_refused() -> None:
+    request = branches(constraints={"pinned": {"in": "x", "a0": "y", "out": "x"}})
+    rules = request.constraints.model_copy(update={"contiguous": False})
+    free = request.model_copy(update={"constraints": rules, "for_format": None})
+    placement = placer.solve(free)
+    assert placement.layer_devices and not placement.contiguous
+    with pytest.raises(PlacementError, match="gives x both 'in' and, after other devices"):
+        placement.export("piper")
 
 
 def test_values_never_come_back_to_a_stage() -> None:

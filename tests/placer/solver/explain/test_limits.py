@@ -37,6 +37,14 @@ def test_links_limit_where_transfers_outweigh_compute(chain):
     assert changes(placement)["links twice as fast"] == pytest.approx(11 / 6)
 
 
+@pytest.mark.parametrize(("value_bytes", "names"), [(4, []), (20, ["links twice as fast"])])
+def test_a_gain_that_would_be_shown_as_1_00x_is_left_out(chain, value_bytes, names):
+    apart = Constraints(pinned={"l0": "d0", "l1": "d1"})
+    placement = solve(chain([1e3] * 2, value_bytes=value_bytes, constraints=apart, explain=True))
+    # 1004 ms are 1.002 times as long as 1002 ms, 1020 ms 1.0099 times as long as 1010 ms
+    assert [change for change in changes(placement) if "links" in change] == names
+
+
 def test_memory_limits_where_more_of_it_is_faster(chain):
     # l1 and l2 do not fit together: one of them is with l0, 5 + 1; where they do, it is 5 against 2
     request = chain([5.0, 1.0, 1.0], param_bytes=[100, 600, 600], memory_bytes=1_000, explain=True)
