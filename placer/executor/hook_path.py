@@ -20,7 +20,7 @@ from placer.capture.pytrees import Structure, flatten, lazy_part
 from placer.errors import InputError
 from placer.executor.engine.fill_drain import to_device
 from placer.executor.state.assignment import Assignment
-from placer.executor.state.resting_weights import Note, RestingWeights
+from placer.executor.state.resting_weights import Note, RestingWeights, module_paths
 
 Standing = Callable[[], AbstractContextManager[Any]]
 """The context in which a model's modules run on their devices."""
@@ -278,12 +278,11 @@ class HookPath:
         }
         uniform = found.keys() - mixed
         owners = Counter(child for one in self._module.modules() for child in one.children())
+        resting = {path for layer in assignment.resting.values() for path in module_paths(layer)}
         return {
             modules[path]: place
             for path, place in found.items()
-            if uniform.isdisjoint(_above(path))
-            or owners[modules[path]] > 1
-            or modules[path] in self._borrowed()
+            if uniform.isdisjoint(_above(path)) or owners[modules[path]] > 1 or path in resting
         }
 
 
