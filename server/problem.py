@@ -95,15 +95,6 @@ def defect() -> Problem:
     return Problem(500, "defect", "The service failed", detail)
 
 
-_OTHERS = {
-    "layers": 'the body is a profile, but a request has the profile as a field: {"profile": ...},'
-    " and optional further fields",
-    "layer_devices": "the body is a placement, which is an answer; a request has the field profile,"
-    " and POST /v1/placements:evaluate judges a map of layers",
-}
-"""What a body is that has this field and no profile."""
-
-
 def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementRequest) -> Problem:
     """Return the problem of a body that is not a ``model``: 400 if it is not JSON, else 422."""
     count = error.error_count()
@@ -120,8 +111,12 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
             "The body is not JSON",
             f"the body cannot be read as JSON: {detail}",
         )
-    if model is PlacementRequest and (other := _other_body(error)):
-        return invalid_request(other, [{"pointer": "#/profile", "detail": "is missing"}])
+    if model is PlacementRequest and _is_a_profile(error):
+        detail = (
+            'the body is a profile, but a request has the profile as a field: {"profile": ...},'
+            " and optional further fields"
+        )
+        return invalid_request(detail, [{"pointer": "#/profile", "detail": "is missing"}])
     found, more = field_faults(error, model, MAX_FAULTS)
     faults = [{"pointer": clip(_pointer(fault)), "detail": fault.text} for fault in found]
     path = clip(".".join(clip(str(part), 80) for part in found[0].place))
@@ -129,16 +124,13 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
     return invalid_request(f"{detail} (and {more} more)" if more else detail, faults)
 
 
-def _other_body(error: ValidationError) -> str:
-    """Return what the body is instead of a PlacementRequest; empty if that is not known."""
+def _is_a_profile(error: ValidationError) -> bool:
+    """Return whether the body is a Profile instead of a PlacementRequest."""
     found = {
         (fault["type"], fault["loc"])
         for fault in error.errors(include_url=False, include_input=False)
     }
-    if ("missing", ("profile",)) not in found:
-        return ""
-    told = (text for field, text in _OTHERS.items() if ("extra_forbidden", (field,)) in found)
-    return next(told, "")
+    return {("missing", ("profile",)), ("extra_forbidden", ("layers",))} <= found
 
 
 def invalid_request(detail: str, faults: Sequence[Mapping[str, str]] = ()) -> Problem:
