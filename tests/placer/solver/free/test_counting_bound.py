@@ -74,6 +74,15 @@ def test_a_device_that_pays_for_nothing_may_hold_some_of_them(chain):
     assert bound(slower, 4.5) == pytest.approx(4.0, rel=1e-6)
 
 
+def test_such_a_device_holds_as_many_as_the_known_bottleneck_allows(chain):
+    # within 4 ms it holds two of eight layers, and one of the others holds three, not four
+    problem = Problem.from_request(chain([1.0] * 8, devices=3, constraints=FREE))
+    slow = replace(
+        problem, untaxed=frozenset({2}), forward_ms=tuple((1.0, 1.0, 2.0) for _ in range(8))
+    )
+    assert bound(slow, 4.0) == pytest.approx(3.0, rel=1e-6)
+
+
 def test_it_ends_when_it_is_over(chain):
     problem = Problem.from_request(chain([1.0] * 7, devices=3, constraints=FREE))
     assert count_bound(problem, reduced(problem, 4.0), 4.0, lambda work: True) == 0.0
