@@ -6,9 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from model_list import transformers
 from torch import nn
 
-from placer.executor.generation.static_cache import capacity_at_end, capacity_for
+from placer.executor.generation.static_cache import (
+    CacheView,
+    StaticCopy,
+    capacity_at_end,
+    capacity_for,
+)
 from placer.executor.generation.text_length import TextLength
 
 
@@ -72,3 +79,31 @@ def test_the_length_of_a_text_follows_from_the_limits(
     assert [length.expected(tokens) for tokens in (7, 8, 9)] == [expected] * 3
     length.forget()
     assert length.expected(7) is None
+
+
+@pytest.mark.parametrize("prompt", [3, 9])
+def test_a_cache_follows_as_after_its_own_updates_within_and_beyond_its_window(prompt: int) -> None:
+    transformers()
+    kinds = pytest.importorskip("transformers.cache_utils")
+    caches = [
+        kinds.Cache(layers=[kinds.DynamicSlidingWindowLayer(6), kinds.DynamicLayer()])
+        for _ in range(2)
+    ]
+    keys = torch.arange(2.0 * (prompt + 5)).reshape(1, 2, prompt + 5, 1)
+    for cache in caches:
+        for number in range(2):
+            cache.update(keys[:, :, :prompt], -keys[:, :, :prompt], number)
+    own, expected = caches
+    view = CacheView(own)
+    copy = StaticCopy(view, 64)
+    copy.adopt(own, view)
+    for token in range(prompt, prompt + 5):
+        new = keys[:, :, token : token + 1]
+        for cache in (copy.cache, expected):
+            for number in range(2):
+                cache.update(new, -new, number)
+        current = copy.current_view(own)
+        copy.follow(view if current is None else current)
+        for layer, other in zip(own.layers, expected.layers, strict=True):
+            assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+            assert layer.get_seq_length() == other.get_seq_length() == token + 1
