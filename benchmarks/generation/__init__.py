@@ -113,7 +113,18 @@ def _further(asked: list[str]) -> Iterator[Callable[[int], Iterator[dict[str, An
 
 
 def _asked() -> list[str]:
-    return os.environ.get("PLACER_GENERATION_ENGINES", ",".join([*ENGINES, *CASES])).split(",")
+    """Return the names of the engines and cases that the environment asks for.
+
+    Raises:
+        ValueError: A name is none of them.
+    """
+    names = [*ENGINES, *CASES]
+    asked = os.environ.get("PLACER_GENERATION_ENGINES", ",".join(names)).split(",")
+    if wrong := [name for name in asked if name not in names]:
+        raise ValueError(
+            f"{wrong[0]!r} is neither an engine nor a case; there are {', '.join(names)}"
+        )
+    return asked
 
 
 def _single() -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from .. import record
 from . import models
+from .engine import shown
 
 PEER = "accelerate's dispatch_model, the same layers offloaded"
 RESIDENT = "ours, all weights on the device"
@@ -100,10 +101,10 @@ def _rows(
         case,
         "a token of each text, weights copied from the host",
         "ms",
-        _shown(ours),
-        spread=(_shown(min(times["ours"])), _shown(max(times["ours"]))),
+        shown(ours),
+        spread=(shown(min(times["ours"])), shown(max(times["ours"]))),
         target=None if cases.is_small() else _TARGET_MS,
-        peers={name: _shown(median(found)) for name, found in times.items() if name != "ours"},
+        peers={name: shown(median(found)) for name, found in times.items() if name != "ours"},
     )
     if predicted_ms is not None:
         error = 100.0 * abs(predicted_ms / ours - 1)
@@ -111,9 +112,9 @@ def _rows(
             case,
             "error of the predicted time of such a token",
             "%",
-            _shown(error),
+            shown(error),
             target=8.0,
-            figures={"predicted ms": _shown(predicted_ms), "measured ms": _shown(ours)},
+            figures={"predicted ms": shown(predicted_ms), "measured ms": shown(ours)},
         )
     for name, text in texts.items():
         if name == "ours":
@@ -227,7 +228,3 @@ def _timed(generate: Callable[..., Any], ids: Any, new: int) -> tuple[float, lis
     # copying to the host waits for the device
     tokens: list[list[int]] = generate(ids, **options).tolist()
     return 1e3 * (perf_counter() - began), tokens
-
-
-def _shown(value: float) -> float:
-    return float(f"{value:.4g}")

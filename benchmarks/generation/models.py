@@ -23,12 +23,13 @@ def places() -> list[Any]:
 
 def shown_places() -> str:
     """Return the number of ``places``, such as ``2 devices``."""
-    used = len(places())
-    return f"{used} device{'s' * (used > 1)}"
+    from placer.utils.units import count_text
+
+    return count_text(len(places()), "device")
 
 
 def has_targets() -> bool:
-    """Return whether the requested times apply: they are those of a large model on two GPUs."""
+    """Return whether the requested times apply, which are for a large model on two GPUs."""
     from ..executor import cases
 
     return not cases.is_small() and len(places()) > 1

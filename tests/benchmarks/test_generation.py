@@ -64,6 +64,16 @@ def test_it_runs_on_stand_ins_and_makes_the_tokens_of_the_unsplit_model(
     assert set(values) == expected and min(values.values()) > 0
 
 
+def test_a_wrong_engine_is_named_with_those_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PLACER_GENERATION_ENGINES", "ours,hots")
+    module = importlib.import_module("benchmarks.generation")
+    with pytest.raises(ValueError, match=r"'hots' is neither an engine nor a case; there are "):
+        module.run()
+
+
 @pytest.mark.integration
 def test_on_a_single_device_the_whole_model_is_there(
     rows_of: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -39,7 +39,7 @@ OPTIONS = {
 # Beams, which have more rows than prompts as other ways do, and an encoder.
 # Caches with windows decode in `test_logits_are_the_unsplit_models_for_given_tokens`.
 RUN = {("llama", "greedy"), ("llama", "beams"), ("t5", "beams")}
-# Others have the same layers: those of a Qwen2 are a Llama's, those of a BART a T5's.
+# Others have the same layers: a Qwen2 has a Llama's, and a BART has a T5's.
 DECODED = {"llama", "mistral", "mixtral", "gemma3", "gpt2", "t5"}
 
 
