@@ -9,6 +9,10 @@ from typing import Any
 
 from .models import options
 
+_STEPS = 64
+"""Parts of a prompt, by which new prompts are shorter: kernels for an odd number of tokens would be
+loaded first."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -35,7 +39,9 @@ class Engine:
     Attributes:
         way: the model.
         first_ms: the time of the very first call, which makes four tokens.
-        prompt_ms: the time of the prompt with the first token, by turn.
+        prompt_ms: the time of the prompt with the first token, by turn. Prompts of its length came
+            before.
+        new_prompt_ms: the same for a length that did not come before.
         whole_ms: the time of the whole text, by turn.
         tokens: the latest text.
     """
@@ -43,13 +49,17 @@ class Engine:
     def __init__(self, way: Way, ids: Any) -> None:
         self.way, self._ids = way, ids
         self.first_ms, self.tokens = self._once(4)
-        self._once(4)  # a second call may record passes that the first has met
+        for _ in range(2):
+            self._once(4)  # later calls may record passes that the first has met
         self.prompt_ms: list[float] = []
+        self.new_prompt_ms: list[float] = []
         self.whole_ms: list[float] = []
 
     def turn(self, new: int) -> None:
-        """Generate the prompt's first token, then a whole text."""
+        """Generate first tokens of the prompt and of a shorter one, then a whole text."""
         self.prompt_ms.append(self._once(1)[0])
+        step = max(1, self._ids.shape[1] // _STEPS)
+        self.new_prompt_ms.append(self._once(1, step * len(self.prompt_ms))[0])
         ms, self.tokens = self._once(new)
         self.whole_ms.append(ms)
 
@@ -58,10 +68,11 @@ class Engine:
         pairs = zip(self.whole_ms, self.prompt_ms, strict=True)
         return [(whole - prompt) / (new - 1) for whole, prompt in pairs]
 
-    def _once(self, count: int) -> tuple[float, Any]:
+    def _once(self, count: int, left_out: int = 0) -> tuple[float, Any]:
+        ids = self._ids[:, left_out:]
         began = perf_counter()
         # copying to the host waits for the devices
-        tokens = self.way.model.generate(self._ids, **options(count), **self.way.options).tolist()
+        tokens = self.way.model.generate(ids, **options(count), **self.way.options).tolist()
         return 1e3 * (perf_counter() - began), tokens
 
 

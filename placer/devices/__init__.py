@@ -25,6 +25,7 @@ from placer.devices.memory import (
     memory_bytes,
     peak_bytes,
     release_cache,
+    reserved_bytes,
     unused_bytes,
 )
 from placer.devices.names import (
@@ -203,6 +204,7 @@ __all__ = [
     "release_cache",
     "replay_ms",
     "require",
+    "reserved_bytes",
     "resolve",
     "same",
     "set_apart",

@@ -30,8 +30,12 @@ def unused_bytes(device: torch.device) -> int:
     free, _ = memory_bytes(device)
     if device.type != "cuda":
         return free
-    reserved, held = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    return free + int(reserved) - int(held)
+    return free + reserved_bytes(device) - int(torch.cuda.memory_allocated(device))
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Return the bytes that the device's allocator has taken; 0 if no allocator counts."""
+    return int(torch.cuda.memory_reserved(device)) if counts_bytes(device) else 0
 
 
 def counts_bytes(device: torch.device) -> bool:
@@ -76,7 +80,7 @@ def context_bytes(device: torch.device) -> int:
         return 0
     synchronise(device)
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total) - int(free) - int(torch.cuda.memory_reserved(device)))
+    return max(0, int(total) - int(free) - reserved_bytes(device))
 
 
 def cache_bytes(device: torch.device) -> int:

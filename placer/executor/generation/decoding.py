@@ -1,9 +1,11 @@
-"""Decoding: calls of a model with one token per sequence and a cache, through a recorded pass.
+"""Decoding: calls of a model with a cache, through a recorded pass.
 
-    prompt                 through hooks
     first token of a kind  traced on a static copy of the cache, and compared with the hooks' result
     second token           traced again; if the traces are equal, recorded, replayed and compared
     later tokens           replayed
+
+Prompts run through hooks, and are recorded in the same way when their shape comes again: see
+``prompts.py``.
 
 A kind is everything that the recorded pass depends on: the structure of the call, shapes, the
 cache's capacity, and the state of the model. What cannot be recorded runs through hooks.
@@ -11,8 +13,8 @@ cache's capacity, and the state of the model. What cannot be recorded runs throu
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +24,20 @@ from torch import Tensor, nn
 from placer import devices
 from placer.capture import autocast
 from placer.capture.pytrees import Structure, flatten
-from placer.executor.checks.tolerances import Closeness, shown
 from placer.executor.engine.compiled_segments import Backend, error_line
+from placer.executor.generation.calls import Call, kind_of, modes, new_tokens, padded
 from placer.executor.generation.compiled_pieces import Compilation, compilation
 from placer.executor.generation.findings import Findings
 from placer.executor.generation.model_state import CannotRecordError, ModelState
 from placer.executor.generation.operation_trace import OperationTrace, Trace
+from placer.executor.generation.results import UsersCache, copied, difference, exchanged
 from placer.executor.generation.static_cache import (
     CacheView,
     StaticCopy,
     UnsupportedCacheError,
     cache_of,
+    capacity_for,
+    is_empty,
 )
 from placer.executor.generation.text_length import TextLength
 from placer.executor.generation.trace_replay import TraceReplay
@@ -42,14 +47,14 @@ _KEPT_RECORDINGS = 8
 _KEPT_CACHES = 2
 """Static caches that stay in memory; each may be as large as the user's own."""
 
-_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-"""Arguments of transformers with one entry per token in their second dimension."""
-
 _ATTEMPTS = 8
 """Maximum number of consecutive traces of which none becomes a recording."""
 
 _LONGEST_WAIT = 1 << 12
 """Most tokens through hooks before another kind of calls is traced."""
+
+_MOST_MISSES = 1
+"""Consecutive calls that do something else than a recording before their kind is recorded again."""
 
 _NOISE = "another generation was busy between its passes for as long as a recording may wait"
 
@@ -60,35 +65,6 @@ _UNSTEADY = "attributes of the model change in every pass"
 
 class _WaitingError(Exception):
     """A call that goes through hooks this time; the message says why."""
-
-
-class _UsersCache:
-    """A placeholder for the user's cache in a result."""
-
-
-@dataclass
-class _Call:
-    """A call of the model with one token per sequence.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments without the cache.
-        name: of the cache argument.
-        cache: the user's.
-        view: its layers.
-        capacity: of its static copy, in tokens.
-        signature: of its static copy.
-        backend: of ``torch.compile``, for the recorded pass; None for none.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    name: str
-    cache: Any
-    view: CacheView
-    capacity: int
-    signature: Hashable
-    backend: Backend | None = None
 
 
 @dataclass
@@ -103,6 +79,7 @@ class _Recording:
         replay: the recorded pass; None before it was recorded.
         result: structure of the result.
         outcome: for each tensor of the result the number of a value, or -1 - the index of an input.
+        misses: consecutive calls for which the replay does something else than the model.
     """
 
     copy: StaticCopy
@@ -112,6 +89,7 @@ class _Recording:
     replay: TraceReplay | None = None
     result: Structure | None = None
     outcome: list[int] = field(default_factory=list)
+    misses: int = 0
 
 
 class _Kept:
@@ -199,11 +177,16 @@ class Decoding:
                 copy.release()
 
     def is_short_of_memory(self) -> bool:
-        """Return whether a prompt may need the memory of the static caches."""
+        """Return whether a prompt may need the memory of the static caches and recordings."""
+        taken = Counter[torch.device]()
+        for copy in self._caches.values():
+            taken.update(copy.sizes())
+        for recording in self._recordings.values():
+            if recording.replay is not None:
+                taken.update(recording.replay.reserved_bytes)
         return any(
-            devices.counts_bytes(place) and devices.unused_bytes(place) < taken
-            for copy in self._caches.values()
-            for place, taken in copy.sizes().items()
+            devices.counts_bytes(place) and devices.unused_bytes(place) < size
+            for place, size in taken.items()
         )
 
     def drop_outdated(self) -> None:
@@ -256,33 +239,67 @@ class Decoding:
             return None
         return result
 
+    def run_prompt(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: torch.device,
+        through_hooks: Callable[[], Any],
+    ) -> tuple[Any] | None:
+        """Run a call of the model inside ``flow.applied()`` that fills an empty cache.
+
+        See ``run``.
+        """
+        found = cache_of(kwargs)
+        if found is None or not is_empty(found[1]):
+            return None
+        name, cache = found
+        self.drop_outdated()
+        rest = {key: value for key, value in kwargs.items() if key != name}
+        leaves, structure = flatten((args, rest))
+        key = structure.key, tuple(map(kind_of, leaves)), *modes()
+        prompts, tokens = self._findings.prompts, new_tokens(args, kwargs)
+        try:
+            self._refuse_modes()
+            if prompts.is_new(key):
+                return (prompts.note(key, cache, through_hooks),)
+            view = prompts.opened(key, cache)
+            if view is None:
+                return None
+            capacity = capacity_for(tokens, self.length.expected(tokens))
+            signature = view.signature(capacity)
+            call = Call(args, rest, name, cache, view, capacity, signature, tokens=tokens)
+            result = (self._run(call, target, through_hooks),)
+        except (CannotRecordError, UnsupportedCacheError, _WaitingError) as error:
+            self._findings.note_prompt(why=str(error))
+            return None
+        return result
+
     def _read(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, cache: Any
-    ) -> _Call | None:
+    ) -> Call | None:
         """Return the parts of a call; None if its cache holds no prompt yet."""
         rest = {key: value for key, value in kwargs.items() if key != name}
         for copy in self._caches.values():
             view = copy.current_view(cache)
             if view is not None:
-                return _Call(args, rest, name, cache, view, copy.capacity, copy.signature)
+                return Call(args, rest, name, cache, view, copy.capacity, copy.signature)
         view = CacheView(cache)
         if not view.is_filled:
             return None
         view.homes = None if view.is_static else self._findings.homes.get(view.kinds())
         capacity = view.capacity(self.length.expected(view.length))
-        return _Call(args, rest, name, cache, view, capacity, view.signature(capacity))
+        return Call(args, rest, name, cache, view, capacity, view.signature(capacity))
 
-    def _run(self, call: _Call, target: torch.device, through_hooks: Callable[[], Any]) -> Any:
-        args, kwargs = _padded(call)
+    def _run(self, call: Call, target: torch.device, through_hooks: Callable[[], Any]) -> Any:
+        args, kwargs = padded(call)
         leaves, structure = flatten((args, kwargs))
-        general = (
-            structure.key,
-            call.view.kinds(),
-            autocast.current_dtypes(),
-            torch.is_inference_mode_enabled(),
-        )
-        key = general, call.signature, tuple(map(_kind, leaves)), target, call.backend
+        general = structure.key, call.view.kinds(), *modes(), call.tokens
+        key = general, call.signature, tuple(map(kind_of, leaves)), target, call.backend
         recording = self._recordings.get(key)
+        if recording is not None and recording.misses > _MOST_MISSES:
+            self._forget(key, call.signature)
+            recording = None
         if recording is not None and recording.replay is not None:
             self._recordings.move_to_end(key)
             self._caches.move_to_end(call.signature)
@@ -299,7 +316,8 @@ class Decoding:
         try:
             if recording is not None:
                 return self._second(recording, call, leaves, target)
-            self._refuse_vain_attempts()
+            if call.tokens == 1:
+                self._refuse_vain_attempts()
             recording = self._opened(key, call, leaves, structure)
             found = self._first(recording, call, leaves, target)
         except torch.OutOfMemoryError as error:
@@ -316,8 +334,8 @@ class Decoding:
             self._findings.refused[general] = str(error)
             raise
         if self._findings.is_unsteady or general in self._findings.verified:
-            recording.copy.follow(call.view)
-            self._findings.note(hooked=1, why=_UNSTEADY if self._findings.is_unsteady else "")
+            recording.copy.follow(call.view, call.tokens)
+            self._note(call, why=_UNSTEADY if self._findings.is_unsteady else "")
             return found
         recording.copy.undo()  # the user's cache goes on without it
         return self._verify(recording, general, key, call, found, through_hooks)
@@ -327,7 +345,7 @@ class Decoding:
         recording: _Recording,
         general: Hashable,
         key: Hashable,
-        call: _Call,
+        call: Call,
         found: Any,
         through_hooks: Callable[[], Any],
     ) -> Any:
@@ -338,13 +356,13 @@ class Decoding:
             if places != recording.copy.places:
                 # the prompt's cache came from elsewhere: keep the next one with its layers
                 self._forget(key, call.signature)
-        why = _difference(found, expected, "a static cache gives another result than the model's")
+        why = difference(found, expected, "a static cache gives another result than the model's")
         if why:
             self._findings.refused[general] = why
             self._forget(key, call.signature)
         else:
             self._findings.verified.add(general)
-        self._findings.note(hooked=1, why=why)
+        self._note(call, why=why)
         return expected
 
     def _refuse_vain_attempts(self) -> None:
@@ -397,7 +415,7 @@ class Decoding:
     def _opened(
         self,
         key: Hashable,
-        call: _Call,
+        call: Call,
         leaves: Sequence[Any],
         structure: Structure,
     ) -> _Recording:
@@ -421,7 +439,7 @@ class Decoding:
         return recording
 
     def _first(
-        self, recording: _Recording, call: _Call, leaves: Sequence[Any], target: torch.device
+        self, recording: _Recording, call: Call, leaves: Sequence[Any], target: torch.device
     ) -> Any:
         """Trace the first pass of a kind."""
         self._prepare(recording, call, leaves)
@@ -433,7 +451,7 @@ class Decoding:
         return self._returned(recording, call, leaves, target, result)
 
     def _second(
-        self, recording: _Recording, call: _Call, leaves: Sequence[Any], target: torch.device
+        self, recording: _Recording, call: Call, leaves: Sequence[Any], target: torch.device
     ) -> Any:
         """Trace another pass; record it and compare the replay, if it equals the first."""
         assert recording.trace is not None and self._findings.state is not None
@@ -447,11 +465,11 @@ class Decoding:
         found = self._returned(recording, call, leaves, target, result)
         if not self._findings.state.holds():
             self._findings.is_unsteady = True
-            recording.copy.follow(call.view)
-            self._findings.note(hooked=1, why=_UNSTEADY)
+            recording.copy.follow(call.view, call.tokens)
+            self._note(call, why=_UNSTEADY)
             return found
-        if difference := before.difference(trace):
-            raise CannotRecordError(difference)
+        if why := before.difference(trace):
+            raise CannotRecordError(why)
         recording.trace = None
         results = [one for one in recording.outcome if one >= 0]
         replay = TraceReplay(trace, results)
@@ -462,9 +480,7 @@ class Decoding:
         kept.restore()
         replay.run()
         again = self._collected(recording, replay, call, leaves, target)
-        if why := _difference(
-            again, found, "the recorded pass gives another result than the model"
-        ):
+        if why := difference(again, found, "the recorded pass gives another result than the model"):
             raise CannotRecordError(why)
         recording.replay = replay
         if call.backend is not None:
@@ -473,13 +489,13 @@ class Decoding:
                 recording,
                 made,
                 kept.restore,
-                lambda used: _difference(
+                lambda used: difference(
                     self._collected(recording, used, call, leaves, target), found, _COMPILED_DIFFERS
                 ),
             )
-        recording.copy.follow(call.view)
+        recording.copy.follow(call.view, call.tokens)
         self._attempts = 0
-        self._note_recording(recording, hooked=1)
+        self._note(call, recording)
         return found
 
     def _exchange(
@@ -487,7 +503,7 @@ class Decoding:
         recording: _Recording,
         made: Compilation,
         restore: Callable[[], None],
-        difference: Callable[[TraceReplay], str],
+        differs: Callable[[TraceReplay], str],
     ) -> None:
         """Let a recording run its compiled pass, if that gives the model's result.
 
@@ -495,7 +511,7 @@ class Decoding:
             recording: with a replay that is not compiled.
             made: the compiled pass.
             restore: see ``compilation``.
-            difference: says how the result of a pass that has run differs from the model's.
+            differs: says how the result of a pass that has run differs from the model's.
         """
         assert recording.replay is not None
         if made.replay is not None:
@@ -503,7 +519,7 @@ class Decoding:
                 made.replay.record(self._streams)
                 restore()
                 made.replay.run()
-                why = difference(made.replay)
+                why = differs(made.replay)
             except Exception as error:  # such as a lack of memory: it runs without a compiler
                 why = error_line(error)
             if why:
@@ -518,28 +534,32 @@ class Decoding:
         self._findings.note(compiled=tuple(made.gains), not_compiled_because=tuple(made.obstacles))
 
     def _replayed(
-        self, recording: _Recording, call: _Call, leaves: Sequence[Any], target: torch.device
+        self, recording: _Recording, call: Call, leaves: Sequence[Any], target: torch.device
     ) -> Any:
         assert recording.replay is not None and self._findings.state is not None
         recording.copy.adopt(call.cache, call.view)
         _fill(recording.inputs, leaves)
+        if not recording.replay.is_same():
+            recording.misses += 1
+            raise CannotRecordError("it reads numbers on the host that differ from call to call")
+        recording.misses = 0
         recording.replay.run()
         # Meanwhile the devices work.
         if not self._findings.state.holds():
-            recording.copy.rewind()
+            recording.copy.rewind(call.tokens)
             self._outdate()
             raise CannotRecordError("the model has changed")
-        recording.copy.follow(call.view)
-        self._note_recording(recording, recorded=1)
+        recording.copy.follow(call.view, call.tokens)
+        self._note(call, recording, is_replayed=True)
         return self._collected(recording, recording.replay, call, leaves, target)
 
-    def _prepare(self, recording: _Recording, call: _Call, leaves: Sequence[Any]) -> None:
+    def _prepare(self, recording: _Recording, call: Call, leaves: Sequence[Any]) -> None:
         """Bring the cache and the inputs of a call into static memory."""
         recording.copy.adopt(call.cache, call.view)
         recording.copy.save()
         _fill(recording.inputs, leaves)
 
-    def _traced(self, recording: _Recording, call: _Call) -> tuple[Trace, Any]:
+    def _traced(self, recording: _Recording, call: Call) -> tuple[Trace, Any]:
         """Run a pass through hooks on static memory, and trace it.
 
         Returns:
@@ -566,7 +586,7 @@ class Decoding:
 
     def _note_result(self, recording: _Recording, result: Any, tracer: OperationTrace) -> None:
         """Note which values a result consists of."""
-        tensors, recording.result = flatten(_exchanged(result, recording.copy.cache, _UsersCache))
+        tensors, recording.result = flatten(exchanged(result, recording.copy.cache, UsersCache))
         inputs = {id(one): place for place, one in enumerate(recording.inputs)}
         recording.outcome = []
         for tensor in tensors:
@@ -582,132 +602,62 @@ class Decoding:
     def _returned(
         self,
         recording: _Recording,
-        call: _Call,
+        call: Call,
         leaves: Sequence[Any],
         target: torch.device,
         result: Any,
     ) -> Any:
         """Return the result of a traced pass to the caller."""
-        tensors, structure = flatten(_exchanged(result, recording.copy.cache, _UsersCache))
+        tensors, structure = flatten(exchanged(result, recording.copy.cache, UsersCache))
         own = {id(one): given for one, given in zip(recording.inputs, leaves, strict=True)}
-        moved = [own[id(one)] if id(one) in own else _copied(one, target) for one in tensors]
-        return _exchanged(structure.unflatten(moved), _UsersCache, call.cache)
+        moved = [own[id(one)] if id(one) in own else copied(one, target) for one in tensors]
+        return exchanged(structure.unflatten(moved), UsersCache, call.cache)
 
     def _collected(
         self,
         recording: _Recording,
         replay: TraceReplay,
-        call: _Call,
+        call: Call,
         leaves: Sequence[Any],
         target: torch.device,
     ) -> Any:
         """Return the result of a replayed pass to the caller."""
         assert recording.result is not None
         tensors = [
-            leaves[-1 - number] if number < 0 else _copied(replay.value(number), target)
+            leaves[-1 - number] if number < 0 else copied(replay.value(number), target)
             for number in recording.outcome
         ]
-        return _exchanged(recording.result.unflatten(tensors), _UsersCache, call.cache)
+        return exchanged(recording.result.unflatten(tensors), UsersCache, call.cache)
 
-    def _note_recording(self, recording: _Recording, recorded: int = 0, hooked: int = 0) -> None:
-        """Count a call with a recorded pass in the report."""
-        assert recording.replay is not None
-        stages = tuple(str(piece.device) for piece in recording.replay.pieces)
-        capacity = recording.copy.capacity
-        self._findings.note(recorded, hooked, stages=stages, capacity=capacity)
+    def _note(
+        self,
+        call: Call,
+        recording: _Recording | None = None,
+        is_replayed: bool = False,
+        why: str = "",
+    ) -> None:
+        """Count a call in the report.
 
-
-def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument with one entry per token in its second dimension; None if unknown."""
-    given = (kwargs.get(name) for name in _TOKENS)
-    return next((one for one in given if isinstance(one, Tensor)), args[0] if args else None)
-
-
-def new_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of tokens per sequence in a call; 0 if it is unknown."""
-    tokens = _tokens(args, kwargs)
-    return tokens.shape[1] if isinstance(tokens, Tensor) and tokens.dim() > 1 else 0
-
-
-def _padded(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with a mask over all tokens that the static cache has room for.
-
-    Args:
-        call: with a cache of which ``view.length`` tokens are in use.
-    """
-    args, kwargs, length = call.args, call.kwargs, call.view.length
-    name = "decoder_attention_mask" if call.view.cross else "attention_mask"
-    mask = kwargs.get(name)
-    if length is None:
-        return args, kwargs
-    if mask is None and call.view.cross:
-        # decoders of transformers would make one of a length that only the device knows
-        tokens = _tokens(args, kwargs)
-        mask = tokens.new_ones((tokens.shape[0], length + 1), dtype=torch.int64)
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return args, kwargs
-    if mask.shape[1] != length + 1:
-        raise CannotRecordError(f"{name} has {mask.shape[1]} columns for {length + 1} tokens")
-    padded = torch.nn.functional.pad(mask, (0, call.capacity - mask.shape[1]))
-    return args, {**kwargs, name: padded}
-
-
-def _kind(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, devices.location(leaf)
-    return leaf  # type: ignore[no-any-return]
+        Args:
+            call: the call.
+            recording: its recorded pass; None without one.
+            is_replayed: whether the pass gave the result; otherwise the hooks did.
+            why: it could not be recorded.
+        """
+        if call.tokens > 1:
+            self._findings.note_prompt(int(is_replayed), why)
+            return
+        latest: dict[str, Any] = {}
+        if recording is not None and recording.replay is not None:
+            latest["stages"] = tuple(str(piece.device) for piece in recording.replay.pieces)
+            latest["capacity"] = recording.copy.capacity
+        self._findings.note(int(is_replayed), int(not is_replayed), why, **latest)
 
 
 def _fill(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Copy the inputs of a call into their static tensors."""
     for own, one in zip(inputs, given, strict=True):
         devices.fill(own, one)
-
-
-def _copied(tensor: Tensor, target: torch.device) -> Tensor:
-    """Return a copy of a result on the caller's device; the next pass overwrites the result."""
-    if devices.same(devices.location(tensor), target):
-        return tensor.clone()
-    return devices.move(tensor, target)
-
-
-def _exchanged(nest: Any, old: Any, new: Any) -> Any:
-    """Return a result with ``new`` in place of the object ``old``."""
-    if nest is old:
-        return new
-    if isinstance(nest, dict):
-        items = {name: _exchanged(item, old, new) for name, item in nest.items()}
-        if all(items[name] is item for name, item in nest.items()):
-            return nest
-        return type(nest)(**items) if type(nest) is not dict else items
-    if type(nest) in (tuple, list):
-        return type(nest)(_exchanged(item, old, new) for item in nest)
-    return nest
-
-
-def _difference(found: Any, expected: Any, message: str) -> str:
-    """Return a message if two results are not equal up to rounding; an empty string if they are."""
-    some, others = _result_tensors(found), _result_tensors(expected)
-    if len(some) != len(others):
-        return message
-    close = Closeness.for_tensors(others)
-    unlike = (
-        f"{message}: {shown(one, other)}"
-        for one, other in zip(some, others, strict=True)
-        if not close(one, other)
-    )
-    return next(unlike, "")
-
-
-def _result_tensors(nest: Any) -> list[Any]:
-    """Return the tensors of a result without its caches."""
-    if isinstance(nest, Tensor):
-        return [nest]
-    if isinstance(nest, dict):
-        return [leaf for item in nest.values() for leaf in _result_tensors(item)]
-    if isinstance(nest, (tuple, list)):
-        return [leaf for item in nest for leaf in _result_tensors(item)]
-    return []
 
 
 def _random_states() -> list[bytes]:

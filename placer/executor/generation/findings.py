@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from placer.executor.generation.model_state import ModelState
+from placer.executor.generation.prompts import Prompts
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class GenerationReport:
         not_compiled_because: by piece that is not, though it was asked for, its device and why.
         not_recorded_because: why the latest such call could not be recorded; empty if it was, or
             will be when its kind comes again.
+        recorded_prompts: prompts that replayed a recorded pass.
+        prompt_not_recorded_because: why the latest prompt whose shape came again could not be
+            recorded; empty if it was, or will be.
     """
 
     recorded: int = 0
@@ -33,6 +37,8 @@ class GenerationReport:
     compiled: tuple[str, ...] = ()
     not_compiled_because: tuple[str, ...] = ()
     not_recorded_because: str = ""
+    recorded_prompts: int = 0
+    prompt_not_recorded_because: str = ""
 
 
 @dataclass
@@ -45,6 +51,7 @@ class Findings:
         refused: by kind of call, why it cannot be recorded.
         verified: the kinds of calls whose static cache gives the model's result.
         homes: by kind of cache, the devices of the layers that fill it.
+        prompts: the kinds that came lately.
         state: of the model, which recordings rely on; None without recordings.
         is_unsteady: whether attributes of the model change in every pass.
     """
@@ -54,6 +61,7 @@ class Findings:
     refused: dict[Hashable, str] = field(default_factory=dict)
     verified: set[Hashable] = field(default_factory=set)
     homes: dict[Hashable, Sequence[torch.device]] = field(default_factory=dict)
+    prompts: Prompts = field(default_factory=Prompts)
     state: ModelState | None = None
     is_unsteady: bool = False
 
@@ -63,10 +71,11 @@ class Findings:
         self.refused.clear()
         self.verified.clear()
         self.homes.clear()
+        self.prompts.clear()
         self.state = None
 
     def note(self, recorded: int = 0, hooked: int = 0, why: str = "", **latest: Any) -> None:
-        """Count calls in the report.
+        """Count calls with one token per sequence in the report.
 
         Args:
             recorded: calls that replayed a pass.
@@ -80,4 +89,17 @@ class Findings:
             hooked=self.report.hooked + hooked,
             not_recorded_because=why,
             **latest,
+        )
+
+    def note_prompt(self, recorded: int = 0, why: str = "") -> None:
+        """Count prompts whose shape came before in the report.
+
+        Args:
+            recorded: prompts that replayed a pass.
+            why: a prompt could not be recorded.
+        """
+        self.report = replace(
+            self.report,
+            recorded_prompts=self.report.recorded_prompts + recorded,
+            prompt_not_recorded_because=why,
         )

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.executor.engine.compiled_segments import Backend
-from placer.executor.generation.decoding import Decoding, new_tokens
+from placer.executor.generation.calls import new_tokens
+from placer.executor.generation.decoding import Decoding
 from placer.executor.generation.findings import Findings, GenerationReport
 from placer.executor.generation.static_cache import cache_of, cache_tensors
 from placer.executor.hook_path import HookPath
@@ -181,10 +182,11 @@ class Generations:
         # loops of the user's own draw their tokens between the passes, too
         self._lock.note_busy()
         self._claim(slot, found[1])
-        if new_tokens(args, kwargs) != 1:
+        if new_tokens(args, kwargs) == 1:
+            result = slot.decoding.run(args, kwargs, target, through_hooks, backend)
+        else:
             self._make_room(slot)
-            return None
-        result = slot.decoding.run(args, kwargs, target, through_hooks, backend)
+            result = slot.decoding.run_prompt(args, kwargs, target, through_hooks)
         if self._version != self._findings.version:
             # recordings of slots that no thread uses would keep their memory
             self._version = self._findings.version

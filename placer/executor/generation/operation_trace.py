@@ -7,23 +7,29 @@
 A value is a tensor; it has a number, in the order of appearance. Values that the pass did not make
 are external: parameters, inputs, caches and constants. Two passes whose traces are equal did the
 same work on other numbers, so the trace can be run again in their place.
+
+A number that the pass reads on the host, such as whether a mask hides any token, decides what the
+pass does next. So a later pass is the same only if it reads the same number: see ``Guard``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
 
 _READS_ON_THE_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+_READS_A_NUMBER = "aten::_local_scalar_dense"
+"""The operation that returns the only element of a tensor as a number of Python."""
 
 _LIFT = "aten::lift_fresh"
 """The operation that torch dispatches for a new tensor of Python numbers."""
@@ -75,6 +81,25 @@ class Operation:
 
 
 @dataclass
+class Guard:
+    """A number that the pass reads on the host.
+
+    Attributes:
+        number: of the tensor that holds it.
+        value: the number.
+        operations: compute the tensor from inputs and other state before the pass.
+    """
+
+    number: int
+    value: float | int | bool
+    operations: list[Operation]
+
+    def equals(self, other: Guard) -> bool:
+        """Return whether two passes read the same number."""
+        return self.number == other.number and _equal(self.value, other.value)
+
+
+@dataclass
 class Trace:
     """The operations of one pass and their values.
 
@@ -85,6 +110,7 @@ class Trace:
         arrived: by number, the results of transfers.
         storages: by number, the storage of a value; views share the storage of their base.
         devices: by number, the device of a value.
+        guards: the numbers that the pass reads on the host.
         obstacle: why the pass cannot be run again from the trace; empty if it can.
     """
 
@@ -94,6 +120,7 @@ class Trace:
     arrived: dict[int, Tensor] = field(default_factory=dict)
     storages: dict[int, int] = field(default_factory=dict)
     devices: dict[int, torch.device] = field(default_factory=dict)
+    guards: list[Guard] = field(default_factory=list)
     obstacle: str = ""
 
     def written(self) -> set[int]:
@@ -113,6 +140,8 @@ class Trace:
                     f"operation {number}, {one.function}, differs from token to token: its numbers "
                     "or shapes depend on the position"
                 )
+        if not _all_equal(self.guards, other.guards):
+            return "it reads numbers on the host that differ from token to token"
         if len(self.operations) != len(other.operations):
             return "the number of operations differs from token to token"
         if self.externals.keys() != other.externals.keys():
@@ -165,7 +194,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name in _ALIASES:
             self._numbers[result] = reads[0]
         else:
-            self._note(func, args, kwargs, reads, given, list(tensors_of(result)))
+            self._note(func, args, kwargs, reads, given, result)
         return result
 
     def _note(
@@ -175,11 +204,15 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Any,
         reads: list[int],
         given: list[Tensor],
-        made: list[Tensor],
+        result: Any,
     ) -> None:
+        made = list(tensors_of(result))
         if not given and not made:
             return
         trace = self.trace
+        if func._schema.name == _READS_A_NUMBER:
+            self._guard(func, reads[0], result)
+            return
         if _READS_ON_THE_HOST.intersection(func.tags) and not _has_fixed_shape(func, args):
             self._refuse(f"{func} reads values of a tensor on the host")
         writes = [self._numbers[one] for one in _written(func, args, kwargs)]
@@ -210,6 +243,22 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 is_transfer,
             )
         )
+
+    def _guard(self, func: Any, number: int, value: Any) -> None:
+        """Note a number that the pass reads on the host, and that does not depend on weights."""
+        if number in self._constant:
+            return
+        trace, needed, found = self.trace, {number}, list[Operation]()
+        for operation in reversed(trace.operations):
+            if not needed.isdisjoint(operation.makes):
+                needed.update(operation.reads)
+                found.append(operation)
+        written = {trace.storages[one] for one in trace.written()}
+        has_weights = any(isinstance(trace.externals.get(one), nn.Parameter) for one in needed)
+        if has_weights or any(trace.storages[one] in written for one in needed):
+            self._refuse(f"{func} reads values of a tensor on the host")
+            return
+        trace.guards.append(Guard(number, value, found[::-1]))
 
     def _place(
         self,
@@ -368,6 +417,10 @@ def _storage_key(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
+
+
+def _all_equal(some: Sequence[Guard], others: Sequence[Guard]) -> bool:
+    return len(some) == len(others) and all(map(Guard.equals, some, others))
 
 
 def _equal(one: Any, other: Any) -> bool:

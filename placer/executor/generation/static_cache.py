@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,6 +92,21 @@ def capacity_at_end(prompt_tokens: int, new_tokens: int) -> int:
     while capacity < total - 1:
         capacity = capacity_for(capacity, total)
     return capacity
+
+
+def is_empty(cache: Any) -> bool:
+    """Return whether a cache of transformers grows with the text, and holds no tokens yet.
+
+    Args:
+        cache: any object.
+    """
+    kinds = sys.modules.get(_MODULE)
+    return (
+        type(cache) is getattr(kinds, "DynamicCache", None)
+        and not getattr(cache, "offloading", False)
+        and bool(cache.layers)
+        and not any(map(_is_initialized, cache.layers))
+    )
 
 
 class UnsupportedCacheError(Exception):
@@ -244,6 +260,45 @@ def _window(layer: Any) -> int | None:
     return None if window is None else max(0, int(window) - 1)
 
 
+@dataclass(frozen=True)
+class LayerLayout:
+    """A layer of a cache without its tokens.
+
+    Attributes:
+        keys_shape: with no tokens.
+        values_shape: likewise.
+        dtype: of both.
+        place: their device.
+    """
+
+    keys_shape: tuple[int, ...]
+    values_shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: torch.device
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerLayout:
+        """Return the layout of a layer that holds tokens."""
+        keys, values = (
+            (*one.shape[:_LENGTHS], 0, *one.shape[_LENGTHS + 1 :])
+            for one in (layer.keys, layer.values)
+        )
+        return cls(keys, values, layer.keys.dtype, devices.location(layer.keys))
+
+    def open(self, layer: Any) -> None:
+        """Give a layer of the same kind keys and values of no tokens.
+
+        Args:
+            layer: not initialised.
+        """
+        layer.dtype, layer.device = self.dtype, self.place
+        layer.keys, layer.values = (
+            torch.empty(shape, dtype=self.dtype, device=self.place)
+            for shape in (self.keys_shape, self.values_shape)
+        )
+        layer.is_initialized = True
+
+
 class StaticCopy:
     """A static cache that follows a user's cache.
 
@@ -363,6 +418,8 @@ class StaticCopy:
                 end = view.length
                 _set_count(own, view.length)
             start = end - layer.keys.shape[_LENGTHS]
+            if start == end:
+                continue  # the cache of a prompt is empty
             for target, source in ((own.keys, layer.keys), (own.values, layer.values)):
                 part = target.narrow(_LENGTHS, start, end - start)
                 # a cropped view of this very memory needs no copy
@@ -380,11 +437,12 @@ class StaticCopy:
             devices.fill(own.values, layer.values)
         self._crossed = given
 
-    def follow(self, view: CacheView) -> None:
-        """Let the user's cache have the contents after one more token.
+    def follow(self, view: CacheView, tokens: int = 1) -> None:
+        """Let the user's cache have the contents after a pass.
 
         Args:
             view: the layers of the cache that was adopted.
+            tokens: of the pass.
         """
         self._given = []
         self._is_followed = True
@@ -395,7 +453,7 @@ class StaticCopy:
                 self._given.append((layer.keys, layer.values))
             return
         assert self.length is not None
-        self.length += 1
+        self.length += tokens
         for own, layer in zip(self._layers, view.layers, strict=True):
             window = _window(layer)
             start = 0 if window is None else max(0, self.length - window)
@@ -421,11 +479,15 @@ class StaticCopy:
         counts = (getattr(layer, "cumulative_length", None) for layer in self._layers)
         return [count for count in counts if isinstance(count, Tensor)]
 
-    def rewind(self) -> None:
-        """Undo the count of a pass whose results are not used."""
+    def rewind(self, tokens: int = 1) -> None:
+        """Undo the count of a pass whose results are not used.
+
+        Args:
+            tokens: of the pass.
+        """
         with torch.no_grad():
             for count in self._lengths():
-                count.sub_(1)
+                count.sub_(tokens)
         self._is_followed = False
 
     def release(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.executor.generation.operation_trace import Operation, Trace, Value, tensors_of
+from placer.executor.generation.operation_trace import Guard, Operation, Trace, Value, tensors_of
 from placer.executor.state.resting_weights import Action, RestingReplay
 
 
@@ -58,10 +58,13 @@ class TraceReplay:
 
     Attributes:
         pieces: in the order in which they run.
+        reserved_bytes: by device, the memory of its recordings.
     """
 
     def __init__(self, trace: Trace, results: Collection[int]) -> None:
         self.pieces = _pieces(trace)
+        self.reserved_bytes: dict[torch.device, int] = {}
+        self._guards = trace.guards
         self._values: dict[int, Tensor] = {**trace.constants, **trace.externals, **trace.arrived}
         self._external = frozenset(self._values)
         self._first = _with_resting(self.pieces)
@@ -89,10 +92,23 @@ class TraceReplay:
             work = [_run_later(self, piece)]
             # The operations have just run, so no library needs another warm-up.
             stream = None if streams is None else streams.stream(piece.device)
+            before = devices.reserved_bytes(piece.device)
             with self._slots_locked():
                 (piece.replay,) = devices.record(
                     work, piece.device, pools=[pool], warm=True, stream=stream
                 )
+            taken = devices.reserved_bytes(piece.device) - before
+            self.reserved_bytes[piece.device] = self.reserved_bytes.get(piece.device, 0) + taken
+
+    def is_same(self) -> bool:
+        """Return whether the pass would read the same numbers on the host, for its inputs now."""
+        return all(self._holds(guard) for guard in self._guards)
+
+    def _holds(self, guard: Guard) -> bool:
+        values = dict(self._values)
+        for operation in guard.operations:
+            _run_operation(operation, values)
+        return bool(values[guard.number].item() == guard.value)
 
     def run(self) -> None:
         """Run the pass; the host does not wait for the devices."""
@@ -165,12 +181,15 @@ class TraceReplay:
             if piece.resting is not None and isinstance(operation.function, Action):
                 piece.resting.act(operation.function)
                 continue
-            made = operation.function(
-                *_filled(operation.args, values), **_filled(operation.kwargs, values)
-            )
-            values.update(zip(operation.makes, tensors_of(made), strict=True))
+            _run_operation(operation, values)
             for number in last_reads.get(id(operation), ()):
                 values.pop(number, None)
+
+
+def _run_operation(operation: Operation, values: dict[int, Tensor]) -> None:
+    """Run an operation on values by number, and add its results."""
+    made = operation.function(*_filled(operation.args, values), **_filled(operation.kwargs, values))
+    values.update(zip(operation.makes, tensors_of(made), strict=True))
 
 
 def _with_resting(pieces: Iterable[Piece]) -> list[RestingReplay]:

@@ -272,7 +272,8 @@ def test_changed_weights_count_and_replaced_weights_are_recorded_again() -> None
         layer.up_proj.weight = nn.Parameter(layer.up_proj.weight * -2)
     found, expected = _both(flow, reference, _ids())
     assert found.tolist() == expected.tolist()
-    assert flow.generation_report.hooked == 5
+    # the prompt notices the new parameter, so both tokens before a recording come after it
+    assert flow.generation_report.hooked == 4
 
 
 def test_moved_layers_are_recorded_again() -> None:
@@ -326,7 +327,7 @@ def test_an_attribute_that_changes_in_the_middle_of_a_text_counts() -> None:
 
 
 class _Asks(nn.Module):
-    """Reads a value on the host, which no recording can."""
+    """Reads a result on the host, which no recording can."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer import devices
 from placer.executor.generation.operation_trace import OperationTrace
@@ -140,10 +140,42 @@ def test_passes_that_depend_on_the_turn_differ(
 _KEPT: dict[int, Tensor] = {}
 
 
+def test_a_pass_is_the_same_while_the_numbers_that_it_reads_are() -> None:
+    x, seen = _at(torch.ones(3), 0), _at(torch.zeros(1), 1)
+
+    def run() -> Tensor:
+        result = x * 2 if bool((_moved(x, 1).sum() + seen).item() > 2) else x * 3
+        seen.add_(1)
+        return result
+
+    replay, again = _replayed(run)
+    seen.zero_()
+    assert replay.is_same() and again().tolist() == [2.0] * 3
+    x.fill_(4)  # another number, 12 instead of 3
+    assert not replay.is_same()
+    x.fill_(1)
+    assert not replay.is_same()  # ``seen`` is 1 now, and the number 4
+    seen.zero_()
+    assert replay.is_same()
+
+
+def test_passes_that_read_other_numbers_differ() -> None:
+    x = _at(torch.ones(3), 0)
+    traces = []
+    for value in (1.0, 1.0, 2.0):
+        x.fill_(value)
+        with OperationTrace() as tracer:
+            assert x.sum().item() == 3 * value
+        traces.append(tracer.trace)
+    assert traces[0].difference(traces[1]) == ""
+    assert "numbers on the host" in traces[0].difference(traces[2])
+
+
 @pytest.mark.parametrize(
     ("run", "why"),
     [
-        (lambda x: x.sum().item(), "on the host"),
+        (lambda x: (x * nn.Parameter(torch.ones(1, device=x.device))).item(), "on the host"),
+        (lambda x: x.add_(1).sum().item(), "on the host"),
         (lambda x: x[x > 0], "on the host"),
         (lambda x: devices.move(x, devices.HOST), "to the host"),
         (lambda x: torch.tensor([1.0], device=x.device).add_(x), "Python numbers"),
@@ -152,6 +184,7 @@ _KEPT: dict[int, Tensor] = {}
 def test_what_a_recording_cannot_hold_is_an_obstacle(
     run: Callable[[Tensor], object], why: str
 ) -> None:
+    x = _at(torch.ones(1), 0)
     with OperationTrace() as tracer:
-        run(_at(torch.ones(1), 0))
+        run(x)
     assert why in tracer.trace.obstacle

@@ -1,0 +1,103 @@
+"""Calls of a model that generate: their tokens, and what tells one kind of call from another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.capture import autocast
+from placer.executor.engine.compiled_segments import Backend
+from placer.executor.generation.model_state import CannotRecordError
+from placer.executor.generation.static_cache import CacheView
+
+_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+"""Arguments of transformers with one entry per token in their second dimension."""
+
+
+@dataclass
+class Call:
+    """A call of the model with one token per sequence, or with a prompt.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments without the cache.
+        name: of the cache argument.
+        cache: the user's.
+        view: its layers.
+        capacity: of its static copy, in tokens.
+        signature: of its static copy.
+        backend: of ``torch.compile``, for the recorded pass; None for none.
+        tokens: per sequence.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    cache: Any
+    view: CacheView
+    capacity: int
+    signature: Hashable
+    backend: Backend | None = None
+    tokens: int = 1
+
+
+def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument with one entry per token in its second dimension; None if unknown."""
+    given = (kwargs.get(name) for name in _TOKENS)
+    return next((one for one in given if isinstance(one, Tensor)), args[0] if args else None)
+
+
+def new_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the number of tokens per sequence in a call; 0 if it is unknown.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+    tokens = _tokens(args, kwargs)
+    return tokens.shape[1] if isinstance(tokens, Tensor) and tokens.dim() > 1 else 0
+
+
+def padded(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with a mask over all tokens that the static cache has room for.
+
+    Args:
+        call: with a cache of which ``view.length`` tokens are in use.
+    """
+    args, kwargs, length = call.args, call.kwargs, call.view.length
+    name = "decoder_attention_mask" if call.view.cross else "attention_mask"
+    mask = kwargs.get(name)
+    if length is None:
+        return args, kwargs
+    length += call.tokens
+    if mask is None and call.view.cross:
+        # decoders of transformers would make one of a length that only the device knows
+        tokens = _tokens(args, kwargs)
+        mask = tokens.new_ones((tokens.shape[0], length), dtype=torch.int64)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return args, kwargs
+    if mask.shape[1] != length:
+        raise CannotRecordError(f"{name} has {mask.shape[1]} columns for {length} tokens")
+    whole = torch.nn.functional.pad(mask, (0, call.capacity - mask.shape[1]))
+    return args, {**kwargs, name: whole}
+
+
+def modes() -> tuple[Hashable, ...]:
+    """Return the modes of torch that a recorded pass depends on."""
+    return autocast.current_dtypes(), torch.is_inference_mode_enabled()
+
+
+def kind_of(leaf: Any) -> Hashable:
+    """Return what a recorded pass depends on in an argument.
+
+    Args:
+        leaf: of the flattened arguments.
+    """
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, devices.location(leaf)
+    return leaf  # type: ignore[no-any-return]
