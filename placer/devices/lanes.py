@@ -351,3 +351,10 @@ def has_passed(mark: Mark) -> bool:
     return not isinstance(mark, torch.cuda.Event) or bool(
         mark.query()  # type: ignore[no-untyped-call]
     )
+
+
+def elapsed_s(first: Mark, second: Mark) -> float:
+    """Return the time between two timed marks of one lane that have passed, in seconds."""
+    if isinstance(first, torch.cuda.Event):
+        return float(first.elapsed_time(second)) / 1e3
+    return float(second - first)

@@ -262,7 +262,7 @@ class Decoding:
         try:
             self._refuse_modes()
             if prompts.is_new(key):
-                return (prompts.note(key, cache, through_hooks),)
+                return (prompts.note(key, cache, target, through_hooks),)
             view = prompts.opened(key, cache)
             if view is None:
                 return None

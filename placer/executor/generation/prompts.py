@@ -28,17 +28,25 @@ _HOST_SHARE = 0.5
 """Least share of a prompt's time during which the host issues it, for a recording."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Kind:
     """What the first prompt of a kind showed.
 
     Attributes:
         layers: of the cache that it filled; empty if there is no static copy of such a cache.
-        is_slow_on_host: whether the devices wait for the host.
+        issued_s: the host's time to issue it, in seconds.
+        marks: its begin and its end on the device of the results.
     """
 
     layers: Sequence[LayerLayout]
-    is_slow_on_host: bool
+    issued_s: float
+    marks: tuple[devices.Mark, devices.Mark]
+
+    def is_slow_on_host(self) -> bool:
+        """Return whether the devices wait for the host most of the time; False if unknown yet."""
+        if not devices.has_passed(self.marks[1]):
+            return False
+        return self.issued_s >= _HOST_SHARE * devices.elapsed_s(*self.marks)
 
 
 class Prompts:
@@ -59,24 +67,22 @@ class Prompts:
         """
         return key not in self._kinds
 
-    def note(self, key: Hashable, cache: Any, run: Callable[[], Any]) -> Any:
+    def note(self, key: Hashable, cache: Any, target: torch.device, run: Callable[[], Any]) -> Any:
         """Run the first prompt of a kind through hooks, and return its result.
 
         Args:
             key: of its kind.
             cache: that it fills.
+            target: the device of the result.
             run: runs it.
         """
-        began = perf_counter()
+        lane = devices.Lane(target, caller=True)
+        first, began = lane.mark(timed=True), perf_counter()
         result = run()
         issued_s = perf_counter() - began
-        layers = _layouts(cache)
-        for place in {one.place for one in layers}:
-            devices.synchronise(place)
-        taken_s = perf_counter() - began
         while len(self._kinds) >= _KEPT_KINDS:
             self._kinds.popitem(last=False)
-        self._kinds[key] = _Kind(layers, issued_s >= _HOST_SHARE * taken_s)
+        self._kinds[key] = _Kind(_layouts(cache), issued_s, (first, lane.mark(timed=True)))
         return result
 
     def opened(self, key: Hashable, cache: Any) -> CacheView | None:
@@ -88,7 +94,7 @@ class Prompts:
         """
         self._kinds.move_to_end(key)
         kind = self._kinds[key]
-        if not kind.is_slow_on_host or len(kind.layers) != len(cache.layers):
+        if not kind.is_slow_on_host() or len(kind.layers) != len(cache.layers):
             return None
         with torch.no_grad():
             for layer, layout in zip(cache.layers, kind.layers, strict=True):
