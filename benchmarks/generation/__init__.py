@@ -214,7 +214,7 @@ def _rows(case: str, engines: Mapping[str, Engine], new: int) -> Iterator[dict[s
     measures: tuple[tuple[str, Callable[[Engine], list[float]], float | None], ...] = (
         ("a token of each text, in the loop", lambda engine: engine.token_ms(new), None),
         ("the prompt and the first token", lambda engine: engine.prompt_ms, _MOST_PROMPT_MS),
-        ("the same for a prompt of a new length", lambda engine: engine.new_prompt_ms, None),
+        ("a prompt of a new length and its first token", lambda engine: engine.new_prompt_ms, None),
         ("a first call, four tokens", lambda engine: [engine.first_ms], None),
     )
     for measure, times_of, most in measures:

@@ -54,6 +54,7 @@ def test_it_runs_on_stand_ins_and_makes_the_tokens_of_the_unsplit_model(
     measures = (
         "a token of each text, in the loop",
         "the prompt and the first token",
+        "a prompt of a new length and its first token",
         "a first call, four tokens",
     )
     expected = {
@@ -112,6 +113,7 @@ def test_a_large_model_generates_one_text_and_several_groups_in_flight(
     assert set(values) == {
         "a token, in the loop",
         "the prompt and the first token",
+        "a prompt of a new length and its first token",
         "a token, in times of reading all weights once",
         "tokens per second, several groups in flight",
         "several groups in flight, in tokens per second of one group at a time",
