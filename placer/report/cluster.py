@@ -89,6 +89,8 @@ def _device_row(device: Device, cluster: Cluster) -> dict[str, str]:
     row |= {"memory": bytes_text(device.memory_bytes), "usable": bytes_text(device.usable_bytes)}
     if any(other.to_host or other.from_host for other in cluster.devices):
         row |= {"to host": _bandwidth(device.to_host), "from host": _bandwidth(device.from_host)}
+    if any(other.from_disk for other in cluster.devices):
+        row["from disk"] = _bandwidth(device.from_disk)
     return row
 
 

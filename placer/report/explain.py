@@ -240,6 +240,7 @@ def _resting(placement: Placement) -> list[str]:
         return []
     copies = ", ".join(
         f"{load.device} {bytes_text(load.resting_bytes)} in {ms_text(load.streaming_ms)}"
+        + (f", {bytes_text(load.disk_bytes)} of them from the disk" if load.disk_bytes else "")
         for load in loads
     )
     return [

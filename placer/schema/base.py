@@ -94,8 +94,8 @@ FormatName = Literal[
 ]
 """A format in which another engine takes a placement; ``placer.exports`` writes it."""
 
-Tier = Literal["host"]
-"""Where weights rest between passes if not on a device: in the host's memory."""
+Tier = Literal["host", "disk"]
+"""Where weights rest between passes if not on a device: in the host's memory, or on its disk."""
 
 Limiting = Literal["memory", "link", "layer", "compute"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]

@@ -39,6 +39,7 @@ class Device(Wire):
         to_host: the rate from the device to its host's memory; None if not measured, and for
             stand-ins, which use that memory.
         from_host: the rate from the host's memory to the device; None likewise.
+        from_disk: the rate from the disk of the host to its memory; None if not measured.
     """
 
     name: Name
@@ -48,6 +49,7 @@ class Device(Wire):
     host: Annotated[str, StringConstraints(max_length=512)] = ""
     to_host: Rate | None = None
     from_host: Rate | None = None
+    from_disk: Rate | None = None
 
     @property
     def usable_bytes(self) -> int:

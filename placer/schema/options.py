@@ -261,7 +261,13 @@ class SolveOptions(Wire):
 
     Where no placement fits otherwise, parameters of some layers rest in pinned host memory, and
     each pass copies them to the layer's device. Objectives ``latency`` and ``generation`` use it,
-    for inference with one sequence in flight. None: parameters are always on the devices."""
+    for inference with one sequence in flight. None: no parameters rest there."""
+
+    disk_bytes: Size | None = None
+    """The disk space in which parameters may rest, in bytes or as ``"24GiB"``.
+
+    Parameters that fit neither the devices nor ``host_memory_bytes`` rest in files of the host, and
+    each pass reads them. The same objectives use it. None: no parameters rest there."""
 
 
 class BatchOptions(Wire):
@@ -362,6 +368,12 @@ class ProfileOptions(Wire):
     True: the folder that ``PLACER_CACHE`` names, or the user's own. False: measure everything, and
     keep nothing. A measurement is reused only under the same conditions. It is stored at once, so
     an interrupted run continues where it stopped."""
+
+    disk_folder: SkipValidation[str | os.PathLike[str] | None] = None
+    """The folder on whose disk parameters may rest, to measure how fast it is read.
+
+    None: no disk is measured. With ``disk_bytes``, None means the folder that ``PLACER_DISK``
+    names, or one in the user's cache; for ``from_pretrained`` the folder of the checkpoint."""
 
     loss_fn: SkipValidation[Callable[[Any, Any], Any] | None] = None
     """The loss of a training step, a function of the output and the target.

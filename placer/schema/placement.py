@@ -79,7 +79,8 @@ class DeviceLoad(Wire):
         memory: by kind, at the peak.
         limit_bytes: the bytes that it may use.
         bottleneck: whether no device is busier.
-        resting_bytes: parameters of its layers that rest in the host's memory.
+        resting_bytes: parameters of its layers that rest in the host's memory or on its disk.
+        disk_bytes: the part of them on the disk.
         streaming_ms: time to copy these parameters to the device once, which each pass does.
     """
 
@@ -93,6 +94,7 @@ class DeviceLoad(Wire):
     limit_bytes: Bytes
     bottleneck: bool = False
     resting_bytes: Bytes = 0
+    disk_bytes: Bytes = 0
     streaming_ms: Milliseconds = 0.0
 
 
@@ -329,8 +331,9 @@ class Placement(Wire):
             own. Otherwise each micro-batch is divided again between stages. Empty if every layer
             is on one device.
         resting: by layer, where its parameters rest between passes: ``host``, in the memory of its
-            device's host. A pass copies them to the device, into one of two buffers, while earlier
-            layers compute. The parameters of other layers stay on their device.
+            device's host, or ``disk``, in a file there. A pass copies them to the device, into one
+            of two buffers, while earlier layers compute. The parameters of other layers stay on
+            their device.
         granularity: of the profile; ``update_flow`` uses it.
         training: whether a training step was placed.
         optimizer: the optimizer whose memory was assumed; None without one.
@@ -435,8 +438,8 @@ class Placement(Wire):
         if self.resting and (self.training or self.replicas):
             kind = "training" if self.training else "replicas"
             raise ValueError(
-                f"resting: parameters of {count_text(len(self.resting), 'layer')} rest on the "
-                f"host, which a placement with {kind} does not support; leave resting out"
+                f"resting: parameters of {count_text(len(self.resting), 'layer')} rest off their "
+                f"device, which a placement with {kind} does not support; leave resting out"
             )
         return self
 
@@ -463,9 +466,9 @@ class Placement(Wire):
                 run. None (default) for a map of the placement's layers only.
 
         Returns:
-            Paths of modules, or of parameters of the model itself, to GPU indices or ``"cpu"``; in
-            execution order. Layers whose parameters rest on the host are on ``"cpu"``, from which
-            accelerate offloads them.
+            Paths of modules, or of parameters of the model itself, to GPU indices, ``"cpu"`` or
+            ``"disk"``; in execution order. Layers whose parameters rest on the host are on
+            ``"cpu"``, and those on its disk on ``"disk"``, from which accelerate offloads them.
 
         Raises:
             PlacementError: if there is no placement, its devices are on several hosts, or it is of
@@ -502,9 +505,9 @@ class Placement(Wire):
         exporter = format_named(format)
         if self.resting and format != "accelerate":
             raise PlacementError(
-                f"format {format!r} has no parameters that rest on the host, as this placement has "
-                f"them for {count_text(len(self.resting), 'layer')}; solve without "
-                "host_memory_bytes"
+                f"format {format!r} has no parameters that rest on the host or its disk, as this "
+                f"placement has them for {count_text(len(self.resting), 'layer')}; solve without "
+                "host_memory_bytes and disk_bytes"
             )
         plan = Plan(
             layer_devices=self._offloaded(),
@@ -529,5 +532,6 @@ class Placement(Wire):
         return exporter.export(plan)
 
     def _offloaded(self) -> dict[str, str]:
-        """Return the device of each layer, ``cpu`` for those whose parameters rest on the host."""
-        return self.layer_devices | dict.fromkeys(self.resting, "cpu")
+        """Return the place of each layer, ``cpu`` or ``disk`` where its parameters rest there."""
+        rests = {layer: "cpu" if at == "host" else at for layer, at in self.resting.items()}
+        return self.layer_devices | rests

@@ -30,7 +30,7 @@ OBJECTIVES_OF_REPLICAS = ("step", "throughput")
 """The objectives under which stages may have replicas."""
 
 OBJECTIVES_OF_RESTING = ("latency", "generation")
-"""The objectives under which parameters may rest in the host's memory."""
+"""The objectives under which parameters may rest on the host or on its disk."""
 
 
 class Question(Wire):
@@ -150,7 +150,7 @@ class PlacementRequest(SolveOptions, Question):
         self._check_repeats()
         self._check_sizes()
         self._check_replicas()
-        self._check_host_memory()
+        self._check_resting()
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
             if self.objective == "devices":
                 raise ValueError(
@@ -272,9 +272,14 @@ class PlacementRequest(SolveOptions, Question):
             f" 'throughput' uses; {asked}: leave replicas out"
         )
 
-    def _check_host_memory(self) -> None:
-        """Check that parameters may rest on the host under the objective and the other options."""
-        if self.host_memory_bytes is None:
+    @property
+    def may_rest(self) -> bool:
+        """Return whether parameters may rest on the host or on its disk."""
+        return self.host_memory_bytes is not None or self.disk_bytes is not None
+
+    def _check_resting(self) -> None:
+        """Check that parameters may rest under the objective and the other options."""
+        if not self.may_rest:
             return
         flight = self.generation.sequences_in_flight if self.generation is not None else 1
         if self.is_training:
@@ -289,10 +294,10 @@ class PlacementRequest(SolveOptions, Question):
             why = "break_ties compares other placements"
         else:
             return
+        name = "disk_bytes" if self.host_memory_bytes is None else "host_memory_bytes"
         raise ValueError(
-            "host_memory_bytes: parameters rest on the host only in inference under objectives "
-            f"'latency' and 'generation' with one sequence in flight; {why}: leave "
-            "host_memory_bytes out"
+            f"{name}: parameters rest off their device only in inference under objectives "
+            f"'latency' and 'generation' with one sequence in flight; {why}: leave {name} out"
         )
 
     def _check_pins(self, cluster: Cluster) -> None:

@@ -65,11 +65,13 @@ for each value that has a gradient, from each reader r to the source s, the time
 The objective is the two added. Links are never waited for.
 
 **Resting parameters** (``host_weights.py`` chooses them, in inference). The parameters of layers
-r(0), r(1), ... of device d, in execution order, rest in the host's memory. Each pass copies them,
-one layer after another, into two buffers in turn, from the pass's beginning on. With b(l) the bytes
-of the layer's parameters, and the latency and the bandwidth of ``from_host`` of d::
+r(0), r(1), ... of device d, in execution order, rest in the host's memory or on its disk. Each pass
+copies them, one layer after another, into two buffers in turn, from the pass's beginning on. With
+b(l) the bytes of the layer's parameters, and the rates ``from_host`` and ``from_disk`` of d::
 
-    copy(l)      = latency(d) + b(l) / bandwidth(d)
+    copy(l)      = host latency + b(l) / host bandwidth                         from the host
+                   host latency + disk latency
+                   + b(l) / the smaller one of host and disk bandwidth          from its disk
     copied(r(i)) = max(copied(r(i-1)), finish(r(i-2))) + copy(r(i))
     start(r(i))  = the start above, but not before copied(r(i))
 
@@ -87,6 +89,7 @@ from types import MappingProxyType
 from placer import schedule
 from placer.schedule import Pipeline, Plan
 from placer.schema import MemoryUse
+from placer.schema.base import Tier
 from placer.solver import pipelines
 from placer.solver.components import topological_order
 from placer.solver.memory import Footprint, SegmentMemory, footprint, held_by_device
@@ -96,6 +99,11 @@ from placer.solver.replicas.gradient_exchange import Exchange
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
+
+Resting = Mapping[int, Tier]
+"""By layer whose parameters rest, where they do."""
+
+NOTHING_RESTS: Resting = MappingProxyType({})
 
 Footprints = Callable[[int], Footprint]
 """By device, its memory."""
@@ -497,7 +505,7 @@ def latency_ms(
     problem: Problem,
     assignment: Assignment,
     again: frozenset[int] = frozenset(),
-    resting: frozenset[int] = frozenset(),
+    resting: Resting = NOTHING_RESTS,
 ) -> float:
     """Return the time of one micro-batch through the model, in training also backwards.
 
@@ -505,7 +513,7 @@ def latency_ms(
         problem: the placement problem.
         assignment: by layer, its device.
         again: the devices that recompute.
-        resting: the layers whose parameters rest on the host; none in training.
+        resting: where the parameters of layers rest; nowhere in training.
     """
     count = len(problem.layers)
     forwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
@@ -522,7 +530,9 @@ def latency_ms(
                 backwards[value.source].append(
                     (reader, problem.gradient_ms(value, source, target) if apart else 0.0)
                 )
-    copies = {layer: copy_ms(problem, layer, assignment[layer]) for layer in resting}
+    copies = {
+        layer: copy_ms(problem, layer, assignment[layer], at) for layer, at in resting.items()
+    }
     total = _makespan(range(count), assignment, problem.forward_ms, forwards, copies)
     # The loss is behind the last layer, so no backward pass begins before the forward pass ends.
     if problem.training:
@@ -539,20 +549,18 @@ def latency_ms(
     return total
 
 
-def stage_ms(
-    problem: Problem, layers: Sequence[int], device: int, resting: frozenset[int]
-) -> float:
+def stage_ms(problem: Problem, layers: Sequence[int], device: int, resting: Resting) -> float:
     """Return the time of layers on a device in inference, with copies, once all inputs are there.
 
     Args:
         problem: the placement problem.
         layers: in execution order.
         device: of the layers.
-        resting: the layers whose parameters rest on the host.
+        resting: where the parameters of layers rest.
     """
     times = [[problem.forward_ms[layer][device]] for layer in layers]
     copies = {
-        place: copy_ms(problem, layer, device)
+        place: copy_ms(problem, layer, device, resting[layer])
         for place, layer in enumerate(layers)
         if layer in resting
     }
@@ -560,11 +568,16 @@ def stage_ms(
     return _makespan(order, [0] * len(order), times, [[] for _ in order], copies)
 
 
-def copy_ms(problem: Problem, layer: int, device: int) -> float:
-    """Return the time to copy a layer's parameters from the host's memory to a device."""
-    rate = problem.devices[device].from_host
-    assert rate is not None  # nothing rests without it
-    return 1e3 * (rate.latency_s + problem.layers[layer].param_bytes / rate.bandwidth_bytes_per_s)
+def copy_ms(problem: Problem, layer: int, device: int, tier: Tier) -> float:
+    """Return the time to copy a layer's parameters to a device from where they rest."""
+    place = problem.devices[device]
+    # What the disk reads is on its way to the device while the disk reads on.
+    rates = [place.from_host] if tier == "host" else [place.from_host, place.from_disk]
+    known = [rate for rate in rates if rate is not None]
+    assert len(known) == len(rates)  # nothing rests without them
+    slowest = min(rate.bandwidth_bytes_per_s for rate in known)
+    latency_s = sum(rate.latency_s for rate in known)
+    return 1e3 * (latency_s + problem.layers[layer].param_bytes / slowest)
 
 
 def _makespan(
@@ -581,7 +594,7 @@ def _makespan(
         assignment: by layer, its device.
         time_ms: by layer and device.
         inputs: by layer, pairs of a layer waited for and a delay.
-        copies: by layer whose parameters rest on the host, the time to copy them.
+        copies: by layer whose parameters rest, the time to copy them.
     """
     finish = [0.0] * len(order)
     free: dict[int, float] = {}

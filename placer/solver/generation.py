@@ -43,10 +43,11 @@ They are reported if there are two or more with room for K caches in all::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from placer.schema import (
@@ -60,7 +61,7 @@ from placer.schema import (
     Profile,
     SingleDevice,
 )
-from placer.schema.base import PROVEN_GAP
+from placer.schema.base import PROVEN_GAP, Tier
 from placer.solver import costs
 from placer.solver.latency.host_weights import WeightedPass
 from placer.solver.problem import Problem
@@ -299,14 +300,16 @@ def of_all(request: PlacementRequest, single: SingleDevice | None) -> SingleDevi
 
 
 def generation_ms(
-    request: PlacementRequest, where: Mapping[str, str], resting: Collection[str] = ()
+    request: PlacementRequest,
+    where: Mapping[str, str],
+    resting: Mapping[str, Tier] = MappingProxyType({}),
 ) -> float:
     """Return the objective of a map, in ms.
 
     Args:
         request: with objective ``generation``.
         where: the device of each layer.
-        resting: the layers whose parameters rest on the host.
+        resting: where the parameters of layers rest.
     """
     passes = passes_of(request)
     asked = passes.asked
@@ -367,7 +370,7 @@ def report(request: PlacementRequest, found: Placement, value_ms: float) -> Gene
 
     Args:
         request: with objective ``generation``.
-        found: the device of each layer, and the layers whose parameters rest on the host.
+        found: the device of each layer, and where parameters rest.
         value_ms: the objective of the map.
     """
     where, resting = found.layer_devices, found.resting
@@ -390,11 +393,15 @@ def _pass_ms(
     request: PlacementRequest,
     profile: Profile,
     where: Mapping[str, str],
-    resting: Collection[str],
+    resting: Mapping[str, Tier],
 ) -> float:
     """Return the time of one pass alone on a map."""
     problem = Problem.from_request(_pass_request(request, profile))
-    streamed = frozenset(n for n, layer in enumerate(problem.layers) if layer.name in resting)
+    streamed = {
+        number: resting[layer.name]
+        for number, layer in enumerate(problem.layers)
+        if layer.name in resting
+    }
     return costs.latency_ms(problem, problem.assignment_of(where), resting=streamed)
 
 

@@ -15,8 +15,8 @@ devices of few classes over unlike links (``order_search.py``). Objectives ``ste
 have their own searches (``step_search.py``, ``fewest_devices.py``), which use this one for small
 bottlenecks. Where replicas are asked for, ``replica_search.py`` runs these searches for each shape.
 Objective ``generation`` asks for the latency and the bottleneck of a mean pass
-(``generation.py``). Where ``host_memory_bytes`` is given, parameters may rest on the host
-(``host_weights.py``).
+(``generation.py``). Where ``host_memory_bytes`` or ``disk_bytes`` is given, parameters
+may rest on the host (``host_weights.py``).
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _answer(
             lambda asked, report: _answer(asked, report, stop, monotonic(), both),
             progress,
         )
-    if request.host_memory_bytes is not None:
+    if request.may_rest:
         return host_weights.solved(
             request, lambda asked: _answer(asked, None, stop, monotonic()), stop, passes
         )

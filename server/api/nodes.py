@@ -188,7 +188,8 @@ def _faults(cluster: Cluster) -> Iterator[str]:
 
 
 def _slow_transfers(device: Device) -> Iterator[str]:
-    for way, rate in (("to_host", device.to_host), ("from_host", device.from_host)):
+    for way in ("to_host", "from_host", "from_disk"):
+        rate = getattr(device, way)
         if rate is not None and rate.bandwidth_bytes_per_s < MIN_BYTES_PER_S:
             bytes_per_s = rate.bandwidth_bytes_per_s
             yield (

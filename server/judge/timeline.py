@@ -175,13 +175,15 @@ def _with_copies(
     stages: Sequence[int],
     placement: Placement,
 ) -> schedule.Pipeline:
-    """Return the pipeline with the copies of parameters from the host as a part of its passes."""
+    """Return the pipeline with the copies of resting parameters as a part of its passes."""
     from placer.solver import costs, pipelines
 
     stage_of, places = pipelines.staged(problem, assignment, stages)
-    resting = frozenset(
-        number for number, layer in enumerate(problem.layers) if layer.name in placement.resting
-    )
+    resting = {
+        number: placement.resting[layer.name]
+        for number, layer in enumerate(problem.layers)
+        if layer.name in placement.resting
+    }
     forward_ms = tuple(
         costs.stage_ms(
             problem,

@@ -132,7 +132,7 @@ def _named(place: Place, devices: Sequence[str]) -> list[str]:
 
 def _why_unknown(place: Place) -> str:
     if place == "disk":
-        return "keeps the weights on disk; Placer places layers on devices only"
+        return "keeps the weights on disk and names no device that computes; solve with disk_bytes"
     if place == "cpu":
         return "keeps the weights on the host, which is not among the devices; include it"
     return "is not a device; give a GPU's index or a device's name"

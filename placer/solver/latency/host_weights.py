@@ -1,25 +1,31 @@
 r"""Parameters that rest on the host, where no placement fits the devices' memory otherwise.
 
-``costs.py`` defines the time of a pass and the memory of a device. A layer may rest if its
-parameters belong to no other layer, nor to another call of its modules. The search runs where
-``host_memory_bytes`` is given and all parameters together fit no placement::
+They rest in the host's memory or on its disk. ``costs.py`` defines the time of a pass and the
+memory of a device. A layer may rest if its parameters belong to no other layer, nor to another call
+of its modules. The search runs where ``host_memory_bytes`` or ``disk_bytes`` is given and all
+parameters together fit no placement::
 
     one device copies,     ──┬──▶ assignments ──▶ layers that rest, ──▶ shorter passes, by moves
     others are full          │                    spread evenly         of layers
     usual search, with more  │
     memory on devices      ──┘
 
-All copied bytes cost alike. So the fewest bytes rest that leave room for two buffers, and they are
-spread evenly over a device's layers: then copies run while the layers between them compute. Small
-requests are enumerated instead.
+All bytes copied from the host's memory cost alike. So the fewest bytes rest that leave room for two
+buffers, and they are spread evenly over a device's layers: then copies run while the layers between
+them compute. Of these layers, those that do not fit ``host_memory_bytes`` are on the disk, spread
+evenly in turn. Small requests are enumerated instead.
 
 **Bound**. A pass takes no less than its layers compute, and no less than its copies, the last of
-which a layer waits for. A mean pass has the mean times of several::
+which a layer waits for. What exceeds the memory of all hosts comes from a disk, and a byte from
+there takes a device at least r times as long. A mean pass has the mean times of several::
 
     bytes(s) = the least sum of parameters of layers of at most s bytes, one of them with s,
                that is at least  all state + 2 s - memory of all devices
+    disk(s)  = max(0, bytes(s) - host_memory_bytes * number of hosts)
+    r        = min over devices of  bandwidth from the host / smaller one of it and the disk's
     bound    = max(bound of the latency without memory limits,
-                   min over s of bytes(s) / sum of the devices' bandwidths + shortest layer)
+                   min over s of (bytes(s) + (r - 1) disk(s)) / sum of the devices' bandwidths
+                   + shortest layer)
 """
 
 from __future__ import annotations
@@ -33,9 +39,10 @@ from math import gcd, inf
 from time import monotonic
 
 from placer.schema import Device, Infeasibility, Placement, PlacementRequest
-from placer.schema.base import LARGEST_BYTES, MERGED, WHOLE
+from placer.schema.base import LARGEST_BYTES, MERGED, WHOLE, Tier
 from placer.solver import answer, costs
 from placer.solver.bounds import simple_bounds
+from placer.solver.costs import Resting
 from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import reduced
 from placer.utils.units import bytes_text
@@ -43,6 +50,9 @@ from placer.utils.units import bytes_text
 Solve = Callable[[PlacementRequest], Placement]
 WeightedPass = tuple[float, PlacementRequest]
 """A request for a pass, and its share of all passes."""
+
+NOTHING_RESTS = {"host_memory_bytes": None, "disk_bytes": None}
+"""Fields of a request in which nothing may rest."""
 
 FEW = 5_000
 """Assignments with sets of resting layers up to which all are tried."""
@@ -72,11 +82,11 @@ def solved(
     stop: threading.Event | None,
     passes: Sequence[WeightedPass] = (),
 ) -> Placement:
-    """Return the best placement, with parameters on the host if none fits otherwise.
+    """Return the best placement, with resting parameters if none fits otherwise.
 
     Args:
-        request: with objective ``latency`` and ``host_memory_bytes``.
-        solve: answers a request without ``host_memory_bytes``.
+        request: with objective ``latency``, and ``host_memory_bytes`` or ``disk_bytes``.
+        solve: answers a request without these.
         stop: set to end the search; None for none.
         passes: of which the request asks for the mean; empty for a single pass.
     """
@@ -84,21 +94,29 @@ def solved(
     header = {"id": request.content_hash()}
     # The other half is for resting parameters, should the usual search find nothing.
     limit_s = {"time_limit_s": 0.5 * request.time_limit_s}
-    plain = request.model_copy(update={"host_memory_bytes": None})
+    plain = request.model_copy(update=NOTHING_RESTS)
     found = solve(plain.model_copy(update=limit_s)).model_copy(update=header)
     if found.layer_devices:
         return found
     search = _Search(request, solve, began, stop, passes or [(1.0, request)])
-    if not search.rates:
-        return _without(found, "no device has a measured rate from the host's memory (from_host)")
+    if not search.copying:
+        return _without(found, _unmeasured(request))
     search.run(is_needed=found.status == "infeasible")
     if search.best is not None:
         return search.placement()
     # Nothing was found, but nothing proves that no placement with resting parameters exists.
     if not search.is_impossible:
         return found.model_copy(update={"status": "unknown", "infeasible": None, "bound": 0.0})
-    size = bytes_text(request.host_memory_bytes or 0)
-    return _without(found, f"{size} of host memory for parameters do not suffice either")
+    limits = {"host memory": request.host_memory_bytes, "disk space": request.disk_bytes}
+    given = [f"{bytes_text(size)} of {name}" for name, size in limits.items() if size is not None]
+    return _without(found, f"{' and '.join(given)} for parameters do not suffice either")
+
+
+def _unmeasured(request: PlacementRequest) -> str:
+    """Return which rate no device has, so that nothing can rest."""
+    if request.host_memory_bytes is None and any(one.from_host for one in request.devices):
+        return "no device has a measured rate from the host's disk (from_disk)"
+    return "no device has a measured rate from the host's memory (from_host)"
 
 
 def _without(found: Placement, more: str) -> Placement:
@@ -116,12 +134,12 @@ class _Found:
 
     Attributes:
         assignment: by layer, its device.
-        resting: the layers whose parameters rest on the host.
+        resting: where parameters rest, by layer.
         value_ms: the mean latency of the passes.
     """
 
     assignment: tuple[int, ...]
-    resting: frozenset[int]
+    resting: Resting
     value_ms: float
 
 
@@ -129,14 +147,14 @@ class _Search:
     """The search for an assignment and its resting layers.
 
     Args:
-        request: with objective ``latency`` and ``host_memory_bytes``.
-        solve: answers a request without ``host_memory_bytes``.
+        request: with objective ``latency``, and ``host_memory_bytes`` or ``disk_bytes``.
+        solve: answers a request without these.
         began: when the solve began, by the monotonic clock.
         stop: set to end the search; None for none.
         passes: whose mean latency is the objective.
 
     Attributes:
-        rates: the devices with a measured rate from the host.
+        copying: the devices that can copy resting parameters.
         best: the best so far.
         bound_ms: a proven lower bound.
         is_impossible: whether it is proven that nothing fits.
@@ -157,9 +175,15 @@ class _Search:
         self._ample = replace(self._problem, devices=tuple(ample))
         self._sizes = [layer.param_bytes for layer in self._problem.layers]
         self._may_rest = _may_rest(self._problem)
-        self._limit = request.host_memory_bytes or 0
+        limits: dict[Tier, int | None] = {
+            "host": request.host_memory_bytes,
+            "disk": request.disk_bytes,
+        }
+        self._limits = {tier: limit for tier, limit in limits.items() if limit is not None}
+        # by tier, the devices with measured rates from there
+        self._from = {tier: _reading(self._problem.devices, tier) for tier in self._limits}
         self._known: dict[tuple[int, ...], list[int] | None] = {}
-        self.rates = [n for n, one in enumerate(self._problem.devices) if one.from_host is not None]
+        self.copying = sorted(frozenset[int]().union(*self._from.values()))
         self.best: _Found | None = None
         self.bound_ms = 0.0
         self.is_impossible = False
@@ -174,7 +198,8 @@ class _Search:
         self.bound_ms = self._bound_ms(is_needed)
         if self.is_impossible:
             return
-        count = len(self._problem.devices) ** len(self._sizes) * 2 ** len(self._may_rest)
+        count = len(self._problem.devices) ** len(self._sizes)
+        count *= (1 + len(self._limits)) ** len(self._may_rest)
         if count <= FEW:
             self._enumerate()
             self.is_impossible = self.best is None
@@ -204,11 +229,16 @@ class _Search:
                     update={
                         "memory": load.memory.model_copy(update={"param_bytes": kept}),
                         "resting_bytes": total,
-                        "streaming_ms": sum(costs.copy_ms(problem, one, number) for one in own),
+                        "disk_bytes": sum(
+                            self._sizes[layer] for layer in own if best.resting[layer] == "disk"
+                        ),
+                        "streaming_ms": sum(
+                            costs.copy_ms(problem, one, number, best.resting[one]) for one in own
+                        ),
                     }
                 )
             )
-        resting = {layers[layer].name: "host" for layer in sorted(best.resting)}
+        resting = {layers[layer].name: best.resting[layer] for layer in sorted(best.resting)}
         return found.model_copy(update={"resting": resting, "devices": tuple(devices)})
 
     # Bound
@@ -219,8 +249,10 @@ class _Search:
         devices = self._problem.devices
         state = sum(layer.param_bytes + layer.buffer_bytes for layer in self._problem.layers)
         short = state - sum(device.usable_bytes for device in devices)
-        hosts = {devices[number].host for number in self.rates}
-        allowed = self._limit * len(hosts)
+        allowed = {
+            tier: limit * len({devices[number].host for number in self._from[tier]})
+            for tier, limit in self._limits.items()
+        }
         least = inf
         sizes = sorted(self._sizes[layer] for layer in self._may_rest)
         for largest in sorted(set(sizes)):
@@ -229,36 +261,51 @@ class _Search:
             # ``bytes(s)`` of the module's docstring: at least ``short + 2 s`` must rest, of which
             # the largest layer itself is s.
             total = largest + _least_sum(others, short + largest)
-            if total <= allowed:
+            if total <= sum(allowed.values()):
                 least = min(least, total)
         self.is_impossible = is_needed and least == inf
         # Unless it is proven that something must rest, a placement without copies may exist.
         if least == inf or not is_needed:
             return computing
-        rate = sum(
-            one.bandwidth_bytes_per_s
-            for number in self.rates
-            if (one := devices[number].from_host) is not None
-        )
         shortest = min(
             self._problem.forward_ms[layer][device]
             for layer in self._may_rest
-            for device in self.rates
+            for device in self.copying
         )
-        return max(computing, 1e3 * least / rate + shortest)
+        # ``r`` and ``disk(s)`` of the module's docstring
+        slower = min(
+            (self._bandwidth(one, "host") / self._bandwidth(one, "disk") for one in self._on_disk),
+            default=1.0,
+        )
+        from_disk = max(0, least - allowed.get("host", 0))
+        copied = least + (slower - 1) * from_disk
+        rate = sum(self._bandwidth(device, "host") for device in self.copying)
+        return max(computing, 1e3 * copied / rate + shortest)
+
+    @property
+    def _on_disk(self) -> frozenset[int]:
+        """Return the devices that can copy parameters from a disk."""
+        return self._from.get("disk", frozenset())
 
     # Assignments
 
     def _enumerate(self) -> None:
-        """Try every assignment with every set of resting layers."""
+        """Try every assignment with every choice of resting layers."""
         self._method = "enumeration"
+        tiers: tuple[Tier | None, ...] = (None, *self._limits)
+        # Of equally short passes the first one stays: with little on the disk, and few layers that
+        # rest.
+        choices = sorted(
+            itertools.product(tiers, repeat=len(self._may_rest)),
+            key=lambda choice: (choice.count("disk"), choice.count("host")),
+        )
         count = len(self._problem.devices)
         for assignment in itertools.product(range(count), repeat=len(self._sizes)):
             if self._needs(assignment) is None:
                 continue
-            for number in range(len(self._may_rest) + 1):
-                for chosen in itertools.combinations(self._may_rest, number):
-                    self._take(assignment, frozenset(chosen))
+            for choice in choices:
+                rests = zip(self._may_rest, choice, strict=True)
+                self._take(assignment, {layer: tier for layer, tier in rests if tier is not None})
         if self.best is not None and not self._is_over():
             self.bound_ms = self.best.value_ms
 
@@ -272,7 +319,7 @@ class _Search:
         work = max(layer.forward_workspace_bytes for layer in layers)
         work += max((value.held_bytes for value in self._problem.values), default=0)
         rows = [*range(len(devices))]
-        by_rate = sorted(rows, key=self._bandwidth)
+        by_rate = sorted(rows, key=lambda device: self._bandwidth(device, "host"))
         for order in dict.fromkeys([tuple(rows), tuple(by_rate), tuple(reversed(by_rate))]):
             for copying in range(len(order)):
                 where = [order[copying]] * len(layers)
@@ -298,7 +345,7 @@ class _Search:
             ]
             changed = {
                 "cluster": self._request.placed_on.model_copy(update={"devices": tuple(roomy)}),
-                "host_memory_bytes": None,
+                **NOTHING_RESTS,
                 "explain": False,
                 "time_limit_s": max(0.01, SHARE * self._left_s() / (len(attempts) - number)),
             }
@@ -313,17 +360,19 @@ class _Search:
         short = max(0, state - sum(device.usable_bytes for device in devices))
         # The two buffers for copies take memory too, in the worst case of the largest layer's size.
         short += 2 * max(self._sizes)
-        rates = [self._bandwidth(number) for number in range(len(devices))]
+        rates = [self._bandwidth(number, "host") for number in range(len(devices))]
         attempts = [
             [int(factor * short * rate / sum(rates)) for rate in rates] for factor in FACTORS
         ]
-        for device in self.rates[:MOST_ALONE] if len(devices) > 1 else ():
+        for device in self.copying[:MOST_ALONE] if len(devices) > 1 else ():
             attempts.append([state * (number == device) for number in range(len(devices))])
         return attempts
 
-    def _bandwidth(self, device: int) -> float:
-        rate = self._problem.devices[device].from_host
-        return 0.0 if rate is None else rate.bandwidth_bytes_per_s
+    def _bandwidth(self, device: int, tier: Tier) -> float:
+        """Return the bytes per second that a device copies from a tier; 0 if it copies nothing."""
+        one = self._problem.devices[device]
+        rates = [one.from_host] if tier == "host" else [one.from_host, one.from_disk]
+        return min(0.0 if rate is None else rate.bandwidth_bytes_per_s for rate in rates)
 
     def _needs(self, assignment: tuple[int, ...]) -> list[int] | None:
         """Return the missing bytes of each device; None if a requirement is broken."""
@@ -345,19 +394,40 @@ class _Search:
         """Return the bytes of a device's two buffers for these layers."""
         return 2 * max((self._sizes[layer] for layer in resting), default=0)
 
-    def _take(self, assignment: tuple[int, ...], resting: frozenset[int]) -> bool:
+    def _tiers(self, assignment: tuple[int, ...], resting: frozenset[int]) -> Resting | None:
+        """Return where layers rest: on the host as far as it has memory; None if too many must.
+
+        Args:
+            assignment: by layer, its device.
+            resting: the layers.
+        """
+        by_host: defaultdict[str, list[int]] = defaultdict(list)
+        for layer in sorted(resting):
+            by_host[self._problem.devices[assignment[layer]].host].append(layer)
+        tiers: dict[int, Tier] = dict.fromkeys(resting, "host")
+        for own in by_host.values():
+            excess = sum(self._sizes[layer] for layer in own) - self._limits.get("host", 0)
+            may_move = [layer for layer in own if assignment[layer] in self._on_disk]
+            moved = _evenly(may_move, self._sizes, excess) if excess > 0 else frozenset[int]()
+            if moved is None:
+                return None
+            tiers.update(dict.fromkeys(moved, "disk"))
+        return tiers
+
+    def _take(self, assignment: tuple[int, ...], resting: Resting) -> bool:
         """Keep an assignment with its resting layers if it fits and is better."""
         needs = self._needs(assignment)
         if needs is None:
             return False
         own: defaultdict[int, list[int]] = defaultdict(list)
-        by_host: Counter[str] = Counter()
-        for layer in resting:
-            own[assignment[layer]].append(layer)
-            by_host[self._problem.devices[assignment[layer]].host] += self._sizes[layer]
-        if max(by_host.values(), default=0) > self._limit or any(
-            device not in self.rates for device in own
-        ):
+        rested: Counter[tuple[str, Tier]] = Counter()
+        for layer, tier in resting.items():
+            device = assignment[layer]
+            own[device].append(layer)
+            rested[self._problem.devices[device].host, tier] += self._sizes[layer]
+            if device not in self._from[tier]:
+                return False
+        if any(size > self._limits[tier] for (_, tier), size in rested.items()):
             return False
         # The need counts all parameters as on the device. Resting ones leave it, and two buffers of
         # the largest one come.
@@ -384,7 +454,7 @@ class _Search:
             own = [layer for layer in self._may_rest if assignment[layer] == device]
             if need <= 0:
                 choices.append([frozenset[int]()])
-            elif device in self.rates:
+            elif device in self.copying:
                 choices.append([*self._spread(own, need)])
             else:
                 return False
@@ -396,7 +466,9 @@ class _Search:
         for device, options in enumerate(choices):
             others = [one[0] for number, one in enumerate(choices) if number != device]
             for option in options:
-                self._take(assignment, option.union(*others))
+                resting = self._tiers(assignment, option.union(*others))
+                if resting is not None:
+                    self._take(assignment, resting)
         return self.best is not before
 
     def _spread(self, own: Sequence[int], need: int) -> Iterator[frozenset[int]]:
@@ -422,22 +494,34 @@ class _Search:
                 return
 
     def _move_resting(self) -> bool:
-        """Let another layer rest in place of one that does; return whether one was better."""
+        """Let another layer rest in place of one, or elsewhere; return whether that was better."""
         assert self.best is not None
         order = {layer: place for place, layer in enumerate(self._may_rest)}
         before = self.best
         for layer in sorted(before.resting):
-            self._take(self.best.assignment, self.best.resting - {layer})
+            self._exchange(layer, None)
             for distance in DISTANCES:
                 for place in (order[layer] - distance, order[layer] + distance):
-                    if layer not in self.best.resting or not 0 <= place < len(order):
-                        continue
-                    other = self._may_rest[place]
-                    if other not in self.best.resting:
-                        self._take(self.best.assignment, self.best.resting - {layer} | {other})
+                    if 0 <= place < len(order):
+                        self._exchange(layer, self._may_rest[place])
                 if self._is_over():
                     return False
         return self.best is not before
+
+    def _exchange(self, layer: int, other: int | None) -> None:
+        """Try to let two layers exchange where they rest; of one alone, to let it stay."""
+        assert self.best is not None
+        resting = dict(self.best.resting)
+        here, there = resting.pop(layer, None), None
+        if other is not None:
+            there = resting.pop(other, None)
+        if here == there:
+            return
+        if there is not None:
+            resting[layer] = there
+        if other is not None and here is not None:
+            resting[other] = here
+        self._take(self.best.assignment, resting)
 
     def _move_borders(self) -> bool:
         """Move layers at a border between devices to the other side."""
@@ -463,6 +547,15 @@ class _Search:
 
     def _is_over(self) -> bool:
         return self._left_s() <= 0 or (self._stop is not None and self._stop.is_set())
+
+
+def _reading(devices: Sequence[Device], tier: Tier) -> frozenset[int]:
+    """Return the devices with measured rates from a tier."""
+    return frozenset(
+        number
+        for number, one in enumerate(devices)
+        if one.from_host is not None and (tier == "host" or one.from_disk is not None)
+    )
 
 
 def _with_memory(device: Device, usable_bytes: int) -> Device:

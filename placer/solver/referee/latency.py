@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from placer.schema import Edge, PlacementRequest
 from placer.solver.referee import tiers
@@ -13,13 +14,15 @@ COPY = "copy of "
 """The beginning of the name of the copy of a layer's parameters, as an event."""
 
 
-def latency_ms(request: PlacementRequest, where: Where, resting: Collection[str] = ()) -> float:
+def latency_ms(
+    request: PlacementRequest, where: Where, resting: tiers.Resting = MappingProxyType({})
+) -> float:
     """Return the time of one micro-batch through the model, in training also backwards.
 
     Args:
         request: the question.
         where: by layer, its device.
-        resting: the layers whose parameters rest on the host; none in training.
+        resting: where the parameters of layers rest; nowhere in training.
     """
     links = {(link.source, link.target): link for link in request.placed_on.links}
     kinds = {device.name: device.type for device in request.devices}

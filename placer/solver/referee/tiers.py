@@ -1,35 +1,41 @@
-"""The referee's own rules of parameters that rest on the host, as ``costs.py`` describes them."""
+"""The referee's own rules of resting parameters, as ``costs.py`` describes them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from placer.errors import PlacementError
 from placer.schema import Placement, PlacementRequest
-from placer.schema.base import MERGED, WHOLE
+from placer.schema.base import MERGED, WHOLE, Tier
 from placer.solver.referee.claims import equal, near, require
 
 Where = Mapping[str, str]
+Resting = Mapping[str, Tier]
 
 
-def copy_times(
-    request: PlacementRequest, where: Where, resting: Collection[str]
-) -> dict[str, float]:
+def copy_times(request: PlacementRequest, where: Where, resting: Resting) -> dict[str, float]:
     """Return, by layer whose parameters rest, the time to copy them to its device, in ms."""
-    rates = {device.name: device.from_host for device in request.devices}
+    devices = {device.name: device for device in request.devices}
     found: dict[str, float] = {}
     for layer in request.profile.layers:
         if layer.name not in resting:
             continue
-        rate = rates[where[layer.name]]
-        if rate is None:
-            raise PlacementError(
-                f"parameters of {layer.name!r} rest on the host, but {where[layer.name]!r} has no "
-                "measured rate from there"
-            )
-        seconds = rate.latency_s + layer.param_bytes / rate.bandwidth_bytes_per_s
-        found[layer.name] = 1000.0 * seconds
+        device = devices[where[layer.name]]
+        legs = {"from_host": device.from_host}
+        if resting[layer.name] == "disk":
+            legs["from_disk"] = device.from_disk
+        seconds, per_byte = 0.0, 0.0
+        for name, rate in legs.items():
+            if rate is None:
+                raise PlacementError(
+                    f"parameters of {layer.name!r} rest on the {resting[layer.name]}, but "
+                    f"{device.name!r} has no measured rate from there ({name})"
+                )
+            seconds += rate.latency_s
+            # the legs run at the same time, so the slower one counts
+            per_byte = max(per_byte, 1.0 / rate.bandwidth_bytes_per_s)
+        found[layer.name] = 1000.0 * (seconds + layer.param_bytes * per_byte)
     return found
 
 
@@ -53,30 +59,41 @@ def _sizes(
 
 
 def check_resting(request: PlacementRequest, placement: Placement) -> None:
-    """Raise unless parameters rest only where they may, within the host memory of each host."""
-    limit, where = request.host_memory_bytes, placement.layer_devices
+    """Raise unless parameters rest only where they may, within the limits of each host."""
+    where = placement.layer_devices
     sizes = _sizes(request, where, placement)
     times = copy_times(request, where, placement.resting)
     for load in placement.devices:
         equal(f"resting_bytes of {load.device}", load.resting_bytes, sum(sizes[load.device]))
+        on_disk = sum(
+            layer.param_bytes
+            for layer in request.profile.layers
+            if placement.resting.get(layer.name) == "disk" and where[layer.name] == load.device
+        )
+        equal(f"disk_bytes of {load.device}", load.disk_bytes, on_disk)
         copying = sum(time_ms for name, time_ms in times.items() if where[name] == load.device)
         near(f"streaming_ms of {load.device}", load.streaming_ms, copying)
     if not placement.resting:
         return
-    if limit is None:
-        raise PlacementError("parameters rest on the host, which was not asked for")
-    by_host: defaultdict[str, int] = defaultdict(int)
-    for device in request.devices:
-        by_host[device.host] += sum(sizes[device.name])
-    for host, taken in by_host.items():
-        require(taken <= limit, f"{taken} bytes rest on host {host!r}; the limit is {limit}")
+    hosts = {device.name: device.host for device in request.devices}
+    taken: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for layer in request.profile.layers:
+        if layer.name in placement.resting:
+            taken[hosts[where[layer.name]], placement.resting[layer.name]] += layer.param_bytes
+    limits = {"host": request.host_memory_bytes, "disk": request.disk_bytes}
+    for (host, tier), size in taken.items():
+        limit = limits[tier]
+        if limit is None:
+            raise PlacementError(f"parameters rest on the {tier}, which was not asked for")
+        at = "on host" if tier == "host" else "on the disk of host"
+        require(size <= limit, f"{size} bytes rest {at} {host!r}; the limit is {limit}")
     names = [layer.name for layer in request.profile.layers]
     tied = {name for tie in request.profile.tied for name in tie.layers}
     for name in placement.resting:
         alike = [other for other in names if not _modules(other).isdisjoint(_modules(name))]
         require(
             name != WHOLE and name not in tied and alike == [name],
-            f"parameters of {name!r} rest on the host, but other layers use them",
+            f"parameters of {name!r} rest off its device, but other layers use them",
         )
 
 

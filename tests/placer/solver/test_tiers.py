@@ -1,10 +1,11 @@
-"""Parameters that rest on the host: every choice of small models, and what the referee refuses."""
+"""Parameters that rest off their device: every choice of small models, and the referee's rules."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,14 +24,17 @@ AMPLE = 10**9
 NAMES = "abcdefghijkl"
 
 
-def cluster(count: int, memory_bytes: int, rate: float = 2e6, **fields: Any) -> Cluster:
-    """Devices of one type; each reads ``rate`` bytes in a second from the host."""
+def cluster(
+    count: int, memory_bytes: int, rate: float = 2e6, disk: float | None = None, **fields: Any
+) -> Cluster:
+    """Devices of one type; each reads so many bytes a second from the host and from its disk."""
     devices = tuple(
         Device(
             name=f"d{number}",
             type="t",
             memory_bytes=memory_bytes,
             from_host=Rate(bandwidth_bytes_per_s=rate, latency_s=1e-4),
+            from_disk=Rate(bandwidth_bytes_per_s=disk, latency_s=3e-4) if disk else None,
             **fields,
         )
         for number in range(count)
@@ -65,22 +69,31 @@ def chain(
     return Profile(layers=tuple(layers), edges=tuple(edges))
 
 
-def request(seed: int, count: int, devices: int, share: float, **fields: Any) -> PlacementRequest:
-    """A request of which all devices together hold about a share of the parameters."""
+def request(
+    seed: int, count: int, devices: int, share: float, with_disk: bool = False, **fields: Any
+) -> PlacementRequest:
+    """A request of which all devices together hold about a share of the parameters.
+
+    With a disk, the host holds up to a quarter of them.
+    """
     draw = random.Random(seed)
     sizes = (500, 1000, 1500, 2000) if devices == 1 else (500, 550, 600)
     profile = chain(draw, count, draw.random() < 0.3, sizes)
     size = sum(layer.param_bytes for layer in profile.layers)
     rate = draw.choice((5e5, 2e6, 1e7))
     options: dict[str, Any] = {"objective": "latency", "host_memory_bytes": AMPLE, **fields}
+    disk = None
+    if with_disk:
+        disk = draw.choice((3e5, 1e6, 5e6))
+        options |= {"host_memory_bytes": draw.choice((None, 600, size // 4)), "disk_bytes": AMPLE}
     return PlacementRequest(
         profile=profile,
-        cluster=cluster(devices, int(share * size / devices) + 500, rate),
+        cluster=cluster(devices, int(share * size / devices) + 500, rate, disk),
         **options,
     )
 
 
-def memory_bytes(asked: PlacementRequest, own: list[Layer], resting: set[str]) -> int:
+def memory_bytes(asked: PlacementRequest, own: list[Layer], resting: dict[str, str]) -> int:
     """The bytes of a device with these layers: state, buffers for copies, and the worst moment."""
     state = sum(layer.buffer_bytes for layer in own)
     state += sum(layer.param_bytes for layer in own if layer.name not in resting)
@@ -101,7 +114,7 @@ def memory_bytes(asked: PlacementRequest, own: list[Layer], resting: set[str]) -
     return state + peak
 
 
-def pass_ms(asked: PlacementRequest, where: dict[str, str], resting: set[str]) -> float:
+def pass_ms(asked: PlacementRequest, where: dict[str, str], resting: dict[str, str]) -> float:
     """The time of a pass: events of computing, sending and copying, each as early as it may be."""
     layers = {layer.name: layer for layer in asked.profile.layers}
     devices = {device.name: device for device in asked.devices}
@@ -120,15 +133,20 @@ def pass_ms(asked: PlacementRequest, where: dict[str, str], resting: set[str]) -
                 delay = links[ends].transfer_ms(edge.bytes) if ends[0] != ends[1] else 0.0
                 starts.append(finish[edge.source] + delay)
         if name in resting:
-            rate = devices[where[name]].from_host
+            rate, disk = devices[where[name]].from_host, devices[where[name]].from_disk
             assert rate is not None
-            copies = sorted(earlier(name, resting))
+            copies = sorted(earlier(name, set(resting)))
             begin = max(
                 [copied[one] for one in copies[-1:]] + [finish[one] for one in copies[-2:-1]],
                 default=0.0,
             )
             size = layers[name].param_bytes
-            copied[name] = begin + 1e3 * (rate.latency_s + size / rate.bandwidth_bytes_per_s)
+            copy_s = rate.latency_s + size / rate.bandwidth_bytes_per_s
+            if resting[name] == "disk":
+                assert disk is not None
+                slower = min(rate.bandwidth_bytes_per_s, disk.bandwidth_bytes_per_s)
+                copy_s = rate.latency_s + disk.latency_s + size / slower
+            copied[name] = begin + 1e3 * copy_s
             starts.append(copied[name])
         finish[name] = max(starts, default=0.0) + layers[name].forward_ms["t"]
     return max(finish.values())
@@ -148,17 +166,28 @@ def best(asked: PlacementRequest, may_rest: bool = True) -> float | None:
     layers = asked.profile.layers
     found = []
     names = [layer.name for layer in layers]
-    sets = [
-        set(chosen)
-        for number in range(len(names) + 1 if may_rest else 1)
-        for chosen in itertools.combinations(names, number)
+    tiers = [""]
+    if may_rest:
+        limits = {"host": asked.host_memory_bytes, "disk": asked.disk_bytes}
+        tiers += [tier for tier, limit in limits.items() if limit is not None]
+    choices = [
+        {name: tier for name, tier in zip(names, choice, strict=True) if tier}
+        for choice in itertools.product(tiers, repeat=len(names))
+    ]
+    sizes = {layer.name: layer.param_bytes for layer in layers}
+    # all devices are of one host
+    choices = [
+        choice
+        for choice in choices
+        if sum(sizes[name] for name, tier in choice.items() if tier == "host")
+        <= (asked.host_memory_bytes or 0)
     ]
     for where in maps(asked):
         held = {
             device: [layer for layer in layers if where[layer.name] == device.name]
             for device in asked.devices
         }
-        for resting in sets:
+        for resting in choices:
             if all(
                 memory_bytes(asked, own, resting) <= device.usable_bytes
                 for device, own in held.items()
@@ -184,6 +213,38 @@ def test_small_requests_have_the_best_of_all_maps_and_resting_layers(seed, devic
     assert found.objective_value == pytest.approx(expected)
     assert found.status == "optimal"
     assert bool(found.resting) == (plain is None)
+
+
+@pytest.mark.parametrize("seed, devices, share", CASES)
+def test_small_requests_have_the_best_choice_of_host_and_disk(seed, devices, share, monkeypatch):
+    monkeypatch.setattr(host_weights, "FEW", 100_000)
+    asked = request(seed, 5, devices, share, with_disk=True)
+    plain = best(asked, may_rest=False)
+    expected = plain if plain is not None else best(asked)
+    found = solve(asked)
+    if expected is None:
+        assert found.status == "infeasible"
+        return
+    assert found.objective_value == pytest.approx(expected)
+    assert found.status == "optimal"
+
+
+@pytest.mark.parametrize("seed, devices, share", CASES)
+def test_the_search_with_a_disk_is_near_the_best_and_its_bound_below(
+    seed, devices, share, monkeypatch
+):
+    asked = request(seed, 6, devices, share, with_disk=True)
+    if best(asked, may_rest=False) is not None:
+        return
+    expected = best(asked)
+    monkeypatch.setattr(host_weights, "FEW", 0)
+    found = solve(asked)
+    if expected is None:
+        assert not found.layer_devices
+        return
+    assert found.bound is not None and found.bound <= expected * (1 + 1e-9)
+    assert found.objective_value is not None
+    assert expected * (1 - 1e-9) <= found.objective_value <= 1.1 * expected
 
 
 @pytest.mark.parametrize("seed, devices, share", CASES)
@@ -244,6 +305,54 @@ def test_the_parameters_of_a_host_keep_within_its_limit(limit, fits):
     if not fits:
         assert found.infeasible is not None
         assert "of host memory for parameters do not suffice" in found.infeasible.reason
+
+
+def with_disk(**fields: Any) -> PlacementRequest:
+    """``simple`` with a host for two layers, and a disk that takes 2.4 ms for one."""
+    devices = cluster(1, 1600, rate=5e5, disk=2.5e5)
+    return simple(**{"cluster": devices, "host_memory_bytes": 1000, "disk_bytes": AMPLE, **fields})
+
+
+def test_only_what_the_host_has_no_memory_for_rests_on_its_disk():
+    """Two copies of 1.1 ms and three of 2.4 ms, and the last layer waits for the last copy."""
+    found = solve(with_disk())
+    assert Counter(found.resting.values()) == {"host": 2, "disk": 3}
+    assert found.objective_value == pytest.approx(2 * 1.1 + 3 * 2.4 + 1.0)
+    assert found.bound == pytest.approx(found.objective_value)
+    (load,) = found.devices
+    assert (load.resting_bytes, load.disk_bytes) == (2500, 1500)
+    assert load.streaming_ms == pytest.approx(2 * 1.1 + 3 * 2.4)
+    assert set(solve(with_disk(host_memory_bytes=AMPLE)).resting.values()) == {"host"}
+    assert set(solve(with_disk(host_memory_bytes=None)).resting.values()) == {"disk"}
+
+
+def test_what_rests_on_the_disk_is_spread_evenly(monkeypatch):
+    """The host has four of sixteen layers, and no two of these follow one another."""
+    monkeypatch.setattr(host_weights._Search, "_improve", lambda search: None)
+    layers = [Layer(name=f"l{n:02}", forward_ms={"t": 1.0}, param_bytes=500) for n in range(18)]
+    edges = [
+        Edge(source=a.name, targets=(b.name,), bytes=10) for a, b in itertools.pairwise(layers)
+    ]
+    profile = Profile(layers=tuple(layers), edges=tuple(edges))
+    found = solve(with_disk(profile=profile, host_memory_bytes=2000))
+    tiers = [*found.resting.values()]
+    assert Counter(tiers) == {"disk": 13, "host": 4}
+    assert ["host", "host"] not in [[*pair] for pair in itertools.pairwise(tiers)]
+
+
+@pytest.mark.parametrize("limit, fits", [(3 * 500, True), (3 * 500 - 1, False)])
+def test_the_parameters_on_a_disk_keep_within_its_limit(limit, fits):
+    found = solve(with_disk(disk_bytes=limit))
+    assert bool(found.layer_devices) == fits
+    if not fits:
+        assert found.infeasible is not None
+        assert "1000 B of host memory and 1.5 KiB of disk space" in found.infeasible.reason
+
+
+def test_without_a_rate_of_the_disk_nothing_rests_there():
+    found = solve(with_disk(cluster=cluster(1, 1600, rate=5e5), host_memory_bytes=None))
+    assert found.infeasible is not None
+    assert "no device has a measured rate from the host's disk" in found.infeasible.reason
 
 
 def test_each_host_has_a_limit_of_its_own():
@@ -328,6 +437,26 @@ def test_the_referee_refuses_other_claims(changed):
         check(asked, found.model_copy(update=changed))
 
 
+def test_the_referee_refuses_false_claims_about_the_disk():
+    found = solve(with_disk())
+    on_disk = {**found.resting, **dict.fromkeys(list(found.resting), "disk")}
+    load = found.devices[0]
+    with pytest.raises(PlacementError, match="disk_bytes of d0"):
+        check(with_disk(), found.model_copy(update={"resting": on_disk}))
+    slower = load.model_copy(update={"disk_bytes": 2500, "streaming_ms": 5 * 2.4})
+    changed = found.model_copy(update={"resting": on_disk, "devices": (slower,)})
+    with pytest.raises(PlacementError, match="objective_value"):
+        check(with_disk(), changed)
+    plain = simple(cluster=cluster(1, 1600, rate=5e5, disk=2.5e5))
+    same_id = found.model_copy(update={"id": plain.content_hash()})
+    with pytest.raises(PlacementError, match="rest on the disk, which was not asked for"):
+        check(plain, same_id)
+    small = with_disk(disk_bytes=1499)
+    same_id = found.model_copy(update={"id": small.content_hash()})
+    with pytest.raises(PlacementError, match="1500 bytes rest on the disk of host ''; the limit"):
+        check(small, same_id)
+
+
 @pytest.mark.parametrize(
     "fields, because",
     [
@@ -339,6 +468,8 @@ def test_the_referee_refuses_other_claims(changed):
 def test_host_memory_is_refused_where_nothing_may_rest(fields, because):
     with pytest.raises(InputError, match=f"host_memory_bytes: .*{because}"):
         simple(**fields)
+    with pytest.raises(InputError, match=f"disk_bytes: .*{because}: leave disk_bytes out"):
+        simple(**fields, host_memory_bytes=None, disk_bytes=1)
 
 
 def test_reports_and_timelines_count_the_copies():
@@ -348,6 +479,9 @@ def test_reports_and_timelines_count_the_copies():
         proven(found)
     )
     assert timeline(asked, found).step_ms == pytest.approx(6.5)
+    found = solve(with_disk())
+    assert "d0 2.4 KiB in 9.40 ms, 1.5 KiB of them from the disk" in "\n".join(proven(found))
+    assert timeline(with_disk(), found).step_ms == pytest.approx(10.4)
 
 
 def test_other_engines_learn_of_resting_parameters_or_are_refused():
@@ -355,5 +489,6 @@ def test_other_engines_learn_of_resting_parameters_or_are_refused():
     offloaded = dict.fromkeys(found.resting, "cpu")
     assert {**found.device_map(), **offloaded} == found.device_map()
     assert set(found.device_map().values()) == {"cpu", "d0"}
+    assert set(solve(with_disk()).device_map().values()) == {"cpu", "disk", "d0"}
     with pytest.raises(PlacementError, match="format 'vllm' has no parameters that rest"):
         found.export("vllm")

@@ -191,7 +191,7 @@ def test_a_number_is_an_index_or_else_a_position_and_a_name_may_leave_out_the_ho
         ("auto", "neither JSON nor a Python literal"),
         ('"auto"', "give a dictionary from modules to devices"),
         ("{}", "give a dictionary from modules to devices"),
-        ('{"": "disk"}', "keeps the weights on disk; Placer places layers on devices only"),
+        ('{"": "disk"}', "keeps the weights on disk and names no device that computes"),
         ('{"": "cpu"}', "keeps the weights on the host, which is not among the devices"),
         ('{"": 3}', "on 3, which is not a device; give a GPU's index or a device's name"),
         ('{"": true}', "which is not a device"),
