@@ -246,8 +246,8 @@ class _Placed:
         if placement.resting:
             raise PlacementError(
                 "parameters rest on the host in this placement, which placer.distributed does not "
-                "run; give one that was solved without host_memory_bytes, or run this one in one "
-                "process, by DataFlow.update_flow"
+                "run; give one that was solved without host_memory_bytes and disk_bytes, or run "
+                "this one in one process, by DataFlow.update_flow"
             )
         # a solved placement also names the replicas that recompute
         first = {

@@ -23,6 +23,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
+from os import PathLike
 from typing import Any, NoReturn
 
 import torch
@@ -64,6 +65,7 @@ from placer.executor.training.train_step import TrainStep
 from placer.executor.training.training_pipeline import Order
 from placer.report.timeline import Measurement
 from placer.schema import BatchOptions, Placement, Profile, Schedule
+from placer.schema.base import Tier
 from placer.schema.options import Weigh
 from placer.utils.option_checks import require_flags
 
@@ -108,6 +110,9 @@ class DataFlow(nn.Module):
         deferred_batch_norm: update the running statistics of batch normalisation once per whole
             batch, as in the unsplit model; otherwise every micro-batch updates them. Normalisation
             is per micro-batch either way.
+        disk_folder: where parameters that rest on the disk are written, unless they are mapped from
+            a file already; None (default) for the folder that ``PLACER_DISK`` names, or one in the
+            user's cache. The files have no names: they go with the weights in them.
 
     Attributes:
         module: the model.
@@ -155,6 +160,7 @@ class DataFlow(nn.Module):
         fine_grained: bool = False,
         enable_clone: bool = False,
         deferred_batch_norm: bool = False,
+        disk_folder: str | PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         require_module(module)
@@ -175,7 +181,8 @@ class DataFlow(nn.Module):
         if output_device is not None:
             self.output_device = output_device
         self.settings.reset(*self._default_map())
-        weights = PlacedWeights(module, inference_only, places if enable_clone else None)
+        clone_places = places if enable_clone else None
+        weights = PlacedWeights(module, inference_only, clone_places, disk_folder)
         self.placed = PlacedModel(weights, self.settings)
         self.calls = PlacedCalls(self.placed, self.settings)
 
@@ -296,7 +303,8 @@ class DataFlow(nn.Module):
         replication: Replication = changes["replication"]
         _refuse_partly_replicated(places.values(), replication)
         assignment = Assignment(places, settings.output_device, replication)
-        changes["resting"] = [name for name in changes["resting"] if name in places]
+        resting: Mapping[str, Tier] = changes["resting"]
+        changes["resting"] = {name: tier for name, tier in resting.items() if name in places}
         if not self.enable_clone:
             assignment.divide(self.module)
             assignment.rest(self.module, changes["resting"])
@@ -334,7 +342,7 @@ class DataFlow(nn.Module):
             "recompute": list(placement.recompute),
             "in_flight": stated if has_rooms else (),
             "replication": Replication.from_placement(placement, self.settings.device),
-            "resting": list(placement.resting),
+            "resting": dict(placement.resting),
         }
 
     def _known_places(self, layer_gpus: Mapping[str, DeviceLike]) -> dict[str, torch.device]:

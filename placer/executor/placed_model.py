@@ -198,7 +198,7 @@ class PlacedModel:
     def prepare_resting(self) -> None:
         """Let hooks and captures read the weights that rest on the host from the devices' slots."""
         assignment = self.assignment
-        parameters = () if assignment is None else self.weights.pin(assignment)
+        parameters = () if assignment is None else self.weights.rest(assignment)
         key = assignment, self.weights.version, parameters
         if key == self._resting_for:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from placer.errors import InputError, PlacementError
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.schema import BatchOptions, Placement, Schedule
+from placer.schema.base import Tier
 from placer.utils.units import count_text
 from placer.utils.user_warnings import warn
 
@@ -40,7 +41,7 @@ class Settings:
         recompute: devices that run forward again in their backward passes.
         in_flight: for each segment, the maximum number of micro-batches in flight.
         replication: the pipelines that share each micro-batch.
-        resting: the layers whose parameters rest on the host.
+        resting: by layer whose parameters rest on the host, in memory or on the disk.
     """
 
     devices: list[torch.device]
@@ -56,7 +57,7 @@ class Settings:
     recompute: list[DeviceLike] = field(default_factory=list)
     in_flight: Sequence[int] = ()
     replication: Replication = ONE_PIPELINE
-    resting: Collection[str] = ()
+    resting: Mapping[str, Tier] = field(default_factory=dict)
     _has_warned: bool = False
 
     def device(self, place: DeviceLike) -> torch.device:
@@ -94,7 +95,7 @@ class Settings:
             raise InputError(
                 f"{what} does not support parameters that rest on the host, as the placement has "
                 f"them for {count_text(len(self.resting), 'layer')} ({next(iter(self.resting))}, "
-                "...): give a placement that was solved without host_memory_bytes"
+                "...): give a placement that was solved without host_memory_bytes and disk_bytes"
             )
 
     def reset(self, layer_gpus: OrderedDict[str, DeviceLike], granularity: Granularity) -> None:

@@ -91,7 +91,7 @@ def refine(
     if placement.resting:
         raise InputError(
             "parameters rest on the host in this placement, which refine does not measure; give "
-            "one that was solved without host_memory_bytes"
+            "one that was solved without host_memory_bytes and disk_bytes"
         )
     if placement.objective == "generation":
         raise InputError(

@@ -1,4 +1,4 @@
-"""Language models of several blocks, and placements in which parameters rest on the host."""
+"""Language models of several blocks, and placements in which parameters rest off their device."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ def blocks(numbers: Collection[int]) -> list[str]:
     return [f"model.layers.{number}" for number in numbers]
 
 
-def placement(places: Sequence[str], resting: Collection[str], first: int) -> Placement:
+def placement(
+    places: Sequence[str], resting: Collection[str], first: int, on_disk: Collection[str] = ()
+) -> Placement:
     """Return a placement with the first blocks on one device, and the rest on another.
 
     Args:
         places: the two devices.
         resting: the layers whose parameters rest on the host.
         first: the number of blocks on the first device.
+        on_disk: the layers whose parameters rest on the disk.
     """
     last = places[int(first < LAYERS)]
     where = {"model.embed_tokens": places[0]}
@@ -52,14 +55,19 @@ def placement(places: Sequence[str], resting: Collection[str], first: int) -> Pl
         status="feasible",
         objective="generation",
         layer_devices=where,
-        resting=dict.fromkeys(resting, "host"),
+        resting=dict.fromkeys(resting, "host") | dict.fromkeys(on_disk, "disk"),
     )
 
 
 def placed(
-    model: Any, places: Sequence[str], resting: Collection[str], first: int = LAYERS
+    model: Any,
+    places: Sequence[str],
+    resting: Collection[str],
+    first: int = LAYERS,
+    on_disk: Collection[str] = (),
+    folder: Any = None,
 ) -> DataFlow:
     """Return a flow with the model on such a placement."""
-    flow = DataFlow(model, inference_only=True)
-    flow.update_flow(placement(places, resting, first))
+    flow = DataFlow(model, inference_only=True, disk_folder=folder)
+    flow.update_flow(placement(places, resting, first, on_disk))
     return flow

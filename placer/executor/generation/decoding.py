@@ -42,6 +42,7 @@ from placer.executor.generation.static_cache import (
 from placer.executor.generation.text_length import TextLength
 from placer.executor.generation.trace_replay import TraceReplay
 from placer.executor.hook_path import HookPath
+from placer.utils.units import count_text
 
 _KEPT_RECORDINGS = 8
 _KEPT_CACHES = 2
@@ -411,6 +412,12 @@ class Decoding:
             raise CannotRecordError("autocast keeps casts of weights")
         if self._findings.is_unsteady:
             raise CannotRecordError(_UNSTEADY)
+        resting = self._hooks.resting
+        if resting is not None and resting.on_disk:
+            raise CannotRecordError(
+                f"{count_text(resting.on_disk, 'parameter')} rest on the disk, and a recording"
+                " cannot read files"
+            )
 
     def _opened(
         self,

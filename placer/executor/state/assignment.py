@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from placer.capture.layers import Layer, LayerGraph
 from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.state.replication import ONE_PIPELINE, Replication, owners
 from placer.schema import Placement
-from placer.schema.base import MERGED, WHOLE
+from placer.schema.base import MERGED, WHOLE, Tier
 
 WRAPPERS = ("module", "_orig_mod")
 """Attributes under which DataParallel and similar wrappers, and torch.compile, hold the model."""
@@ -38,7 +38,8 @@ class Assignment:
     Attributes:
         default: the device of everything else.
         replication: as given.
-        resting: the layer of each parameter that rests in the host's memory, by name.
+        resting: the layer of each parameter that rests on the host, by name.
+        tiers: where the parameters of resting layers rest.
         owners: the devices of parameters that are not on the device of their layer, but on another
             one that holds it; by name.
     """
@@ -53,6 +54,7 @@ class Assignment:
         self.replication = replication
         self.owners: Mapping[str, torch.device] = {}
         self.resting: Mapping[str, str] = {}
+        self.tiers: Mapping[str, Tier] = {}
         self._layers: dict[str, str] = {}
         self._exact = dict(devices_of)
         self._names = list(devices_of)
@@ -99,15 +101,19 @@ class Assignment:
             return self.of_path(name.rpartition(".")[0]) or self.default
         return self.of_state(name)
 
-    def rest(self, module: nn.Module, layers: Collection[str]) -> None:
-        """Let the parameters of layers rest in the host's memory.
+    def rests_on_disk(self, name: str) -> bool:
+        """Return whether a parameter rests in a file."""
+        return name in self.resting and self.tiers[self.resting[name]] == "disk"
+
+    def rest(self, module: nn.Module, layers: Mapping[str, Tier]) -> None:
+        """Let the parameters of layers rest in the host's memory, or on its disk.
 
         Parameters that other layers share stay on their device, and so does everything on a device
         whose memory is the host's.
 
         Args:
             module: the model.
-            layers: the names of layers in the map.
+            layers: where they rest, by the names of layers in the map.
 
         Raises:
             PlacementError: a parameter is of a kind that cannot rest on the host.
@@ -124,7 +130,7 @@ class Assignment:
                 continue
             _refuse_resting(name, parameter)
             resting[name] = layer
-        self.resting = resting
+        self.resting, self.tiers = resting, dict(layers)
         self.owners = {**self.owners, **dict.fromkeys(resting, devices.HOST)}
 
     def _layer_of(self, name: str) -> str | None:
@@ -159,7 +165,7 @@ def _refuse_resting(name: str, parameter: nn.Parameter) -> None:
     if not is_usual or devices.attached(parameter):
         raise PlacementError(
             f"parameter {name!r} is {kind_of(parameter)}, which cannot rest on the host; give a "
-            "placement that was solved without host_memory_bytes"
+            "placement that was solved without host_memory_bytes and disk_bytes"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 from weakref import WeakSet
 
@@ -22,10 +23,11 @@ from placer.executor.state.state_moves import (
     Whereabouts,
     bring_state,
     move_state,
-    pin,
+    own_memory,
+    rest,
     settle,
-    unpin,
 )
+from placer.schema.base import Tier
 
 
 class PlacedWeights:
@@ -36,6 +38,7 @@ class PlacedWeights:
         inference_only: let no parameter require a gradient until ``restore``.
         clone_places: devices that get a copy of all weights, so that none has to move; None to move
             them.
+        disk_folder: for parameters that rest on the disk; None for the usual one.
 
     Attributes:
         module: the model.
@@ -49,14 +52,17 @@ class PlacedWeights:
         module: nn.Module,
         inference_only: bool = False,
         clone_places: Sequence[torch.device] | None = None,
+        disk_folder: str | PathLike[str] | None = None,
     ) -> None:
         self.module = module
         self.copies = Copies()
         self.optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._home = Home(module)
         self._moves = 0
-        # the addresses of the parameters that rest in pinned memory, by name
-        self._pinned: dict[str, int] = {}
+        self._disk_folder = disk_folder
+        # by name of a parameter that rests: its address, and where; and those that ``rest`` moved
+        self._resting: dict[str, tuple[int, Tier]] = {}
+        self._moved_to_rest: set[str] = set()
         # names of state that a graph has moved to its layers, and the devices of all state then
         self._settled: set[str] = set()
         self._places: list[torch.device] = []
@@ -94,7 +100,7 @@ class PlacedWeights:
                 self.clones.cover(assignment.devices)
             else:
                 move_state(self.module, assignment.of_state, known)
-                self.pin(assignment)
+                self.rest(assignment)
                 for optimizer in optimizers:
                     bring_state(optimizer)
                 if clear_cache:
@@ -109,8 +115,8 @@ class PlacedWeights:
             before.restore()
             raise
 
-    def pin(self, assignment: Assignment) -> tuple[int, ...]:
-        """Move the parameters that rest on the host into pinned memory, unless they are there.
+    def rest(self, assignment: Assignment) -> tuple[int, ...]:
+        """Move the parameters that rest on the host to pinned memory or files, unless they rest.
 
         Args:
             assignment: the devices, and which parameters rest.
@@ -119,19 +125,26 @@ class PlacedWeights:
             A key that changes if one of these parameters was replaced by another.
         """
         if not assignment.resting:
-            self._pinned = {}
+            self._resting, self._moved_to_rest = {}, set()
             return ()
         own = dict(self.module.named_parameters())
-        places = {name: own[name].data_ptr() for name in assignment.resting}
-        pin(self.module, [name for name in places if self._pinned.get(name) != places[name]])
-        self._pinned = {name: own[name].data_ptr() for name in places}
-        return tuple(id(own[name]) for name in places)
+        tiers = {name: assignment.tiers[layer] for name, layer in assignment.resting.items()}
+        missing = {
+            name: tier
+            for name, tier in tiers.items()
+            if self._resting.get(name) != (own[name].data_ptr(), tier)
+        }
+        if missing:
+            moved = rest(self.module, missing, self._disk_folder)
+            self._moved_to_rest = (self._moved_to_rest | moved) & tiers.keys()
+        self._resting = {name: (own[name].data_ptr(), tier) for name, tier in tiers.items()}
+        return tuple(id(own[name]) for name in tiers)
 
     def restore(self) -> None:
         """Restore the devices of all state, and all gradient flags."""
         self._home.restore(self.module, self.optimizers)
-        unpin(self.module, self._pinned)
-        self._pinned = {}
+        own_memory(self.module, self._moved_to_rest)
+        self._resting, self._moved_to_rest = {}, set()
         vars(self).update(_moves=self._moves + 1, _settled=set())
 
     def bring_back(self, assignment: Assignment, state: Sequence[Tensor]) -> bool:
@@ -147,7 +160,7 @@ class PlacedWeights:
         if self.clones is not None or self._places == _places(state):
             return False
         move_state(self.module, assignment.of_state, self.optimizers)
-        self.pin(assignment)
+        self.rest(assignment)
         vars(self).update(_moves=self._moves + 1, _settled=set(), _places=_places(state))
         return True
 
@@ -171,8 +184,8 @@ class PlacedWeights:
         # state was moved from outside: verify every layer again
         if self._places != _places(state):
             vars(self).update(_moves=self._moves + 1, _settled=set())
-        own = dict(self.module.named_parameters()) if self._pinned else {}
-        resting = {id(own[name]) for name in self._pinned if name in own}
+        own = dict(self.module.named_parameters()) if self._resting else {}
+        resting = {id(own[name]) for name in self._resting if name in own}
         settle(graph, places, self.optimizers, self._settled, replication, resting)
         self.note_places(state)
 

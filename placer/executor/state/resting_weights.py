@@ -1,4 +1,4 @@
-"""Parameters that rest in the host's memory, and their copies on the devices of their layers.
+"""Parameters that rest on the host, and their copies on the devices of their layers.
 
 Each device has two slots of memory. The resting layers of a device take them in turn, so a layer's
 parameters are copied while earlier layers compute::
@@ -10,6 +10,10 @@ parameters are copied while earlier layers compute::
 
 A copy into a slot begins when the slot's previous layer has run. ``solver/costs.py`` has the times.
 The views of a slot never move, so recorded passes may read them.
+
+Parameters that rest on the disk are mapped from files. Where a device has some, a thread of its own
+issues the device's copies in their order, and reads the files meanwhile. A recording cannot read
+files, so such passes are not recorded.
 """
 
 from __future__ import annotations
@@ -17,18 +21,23 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.devices import Lane, Mark
+from placer.devices import FileReader, Lane, MappedFile, Mark
 from placer.errors import InputError
 from placer.executor.segments import Segment, Step
 from placer.executor.state.assignment import Assignment
+
+Copying: TypeAlias = Mark | Future[Mark]
+"""A copy into a slot: its mark, or the future of it that a reader of files returned."""
 
 SLOTS = 2
 """Slots of a device: one is read while the other is filled."""
@@ -56,9 +65,11 @@ class Slots:
         device: the device.
         size_bytes: of each slot.
         lock: held by the thread whose work uses the slots; None for a new one.
+        reader: issues the copies, and reads files; None if no parameters rest on the disk.
 
     Attributes:
         device: as given.
+        reader: as given.
         lock: as given. Passes take turns, but meanwhile a thread may call a part of the model.
         lane: of the copies.
         memory: of each slot, shape ``(size_bytes,)``.
@@ -66,9 +77,13 @@ class Slots:
     """
 
     def __init__(
-        self, device: torch.device, size_bytes: int, lock: AbstractContextManager[Any] | None = None
+        self,
+        device: torch.device,
+        size_bytes: int,
+        lock: AbstractContextManager[Any] | None = None,
+        reader: FileReader | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.reader = device, reader
         self.lock: Any = RLock() if lock is None else lock
         self.lane = _lane_of(self)
         with torch.inference_mode(False):
@@ -96,18 +111,40 @@ class Slots:
         self.lane.wait(*self._readers[number])
         self._readers[number] = []
 
+    def begin(self, number: int, copied: Callable[[], Mark]) -> Copying:
+        """Start a copy into a slot, behind everything that has read it.
+
+        Args:
+            number: of the slot.
+            copied: issues the copy, and returns its mark.
+        """
+        reads, self._readers[number] = self._readers[number], []
+
+        def issue() -> Mark:
+            self.lane.wait(*reads)
+            return copied()
+
+        return issue() if self.reader is None else self.reader.submit(issue)
+
     def follow(self) -> None:
         """Let later copies wait for this thread's work on the device so far."""
         self.lane.wait(Lane(self.device, caller=True).mark())
 
     def release(self) -> None:
         """Note that this thread's work so far is the last that reads the slots."""
+        if self.reader is not None:
+            self.reader.drain()
         caller = Lane(self.device, caller=True)
         caller.wait(self.lane.mark())  # copies that nobody waited for
         self._released = caller.mark()
 
-    def wait(self, mark: Mark) -> None:
-        """Let this thread's later work on the device wait for a copy."""
+    def wait(self, copy: Copying) -> None:
+        """Let this thread's later work on the device wait for a copy.
+
+        Raises:
+            PlacementError: a file that it copies cannot be read.
+        """
+        mark = copy.result() if isinstance(copy, Future) else copy
         Lane(self.device, caller=True).wait(mark)
 
 
@@ -119,6 +156,7 @@ class Unit:
         slots: of the device that reads them.
         number: of the slot.
         parts: the modules that read them, one after another; 1 for a captured layer.
+        files: of parameters that rest on the disk, by the ``id`` of each.
 
     Attributes:
         views: in the slot, one for each parameter.
@@ -130,13 +168,18 @@ class Unit:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], slots: Slots, number: int, parts: int = 1
+        self,
+        parameters: Sequence[Tensor],
+        slots: Slots,
+        number: int,
+        parts: int = 1,
+        files: Mapping[int, MappedFile] = MappingProxyType({}),
     ) -> None:
         self.slots, self.number = slots, number
         self.successor: Unit | None = None
         self.next: Unit | None = None
         self.parts = parts
-        self._parameters = parameters
+        self._parameters, self._files = parameters, files
         with torch.inference_mode(False), torch.no_grad():
             memory = slots.memory[number]
             self.views = [
@@ -146,7 +189,7 @@ class Unit:
                 )
             ]
         self._written: list[int] = []
-        self._mark: Mark = None
+        self._copy: Copying = None
         self._left = 0
 
     def copied(self) -> Mark:
@@ -158,15 +201,20 @@ class Unit:
             torch._C.DisableTorchFunction(),
             self.slots.lane,
         ):
+            mapped = []
             for view, parameter in zip(self.views, self._parameters, strict=True):
-                view.copy_(parameter, non_blocking=True)
+                if (file := self._files.get(id(parameter))) is not None:
+                    mapped.append((parameter, view, file))
+                else:
+                    view.copy_(parameter, non_blocking=True)
+            if self.slots.reader is not None:
+                self.slots.reader.copy(mapped, self.slots.lane)
         return self.slots.lane.mark()
 
     def load(self) -> None:
         """Start copying the parameters in a pass that is not recorded."""
-        self.slots.empty(self.number)
         self._written = self._versions()
-        self._mark = self.copied()
+        self._copy = self.slots.begin(self.number, self.copied)
         self.slots.held[self.number] = self
 
     def enter(self) -> None:
@@ -180,7 +228,7 @@ class Unit:
             after = self.successor
             if after is not None and slots.held[after.number] is not after is not self:
                 after.load()
-        slots.wait(self._mark)
+        slots.wait(self._copy)
 
     def leave(self) -> None:
         """Note that a part of the layer has run; after the last one, fill the slot again."""
@@ -393,6 +441,7 @@ class RestingWeights:
 
     Attributes:
         by_module: what runs before and after each module whose parameters rest.
+        on_disk: the number of parameters that rest on the disk.
         lock: held by the thread that runs a pass, or a module whose parameters rest.
     """
 
@@ -401,6 +450,14 @@ class RestingWeights:
         self._noting = Noting()
         parameters = dict(module.named_parameters())
         self._ids = {id(parameters[name]) for name in assignment.resting}
+        on_disk = [name for name in assignment.resting if assignment.rests_on_disk(name)]
+        self.on_disk = len(on_disk)
+        mapped = devices.MappedFiles()
+        self._files = {
+            id(parameters[name]): file
+            for name in on_disk
+            if (file := mapped.of(parameters[name])) is not None
+        }
         layers: defaultdict[str, list[str]] = defaultdict(list)
         for name, layer in assignment.resting.items():
             layers[layer].append(name)
@@ -412,7 +469,11 @@ class RestingWeights:
             size = sum(devices.aligned_bytes(parameters[name]) for name in layers[layer])
             sizes[places[layer]] = max(sizes[places[layer]], size)
         self.lock: AbstractContextManager[Any] = RLock()
-        self._slots = {place: Slots(place, size, self.lock) for place, size in sizes.items()}
+        reading = {assignment.place_of(name) for name in on_disk}
+        self._slots = {
+            place: Slots(place, size, self.lock, FileReader() if place in reading else None)
+            for place, size in sizes.items()
+        }
         self._units: defaultdict[torch.device, list[Unit]] = defaultdict(list)
         self.by_module: dict[nn.Module, ModuleWeights] = {}
         for layer in order:
@@ -431,7 +492,7 @@ class RestingWeights:
         paths = [path for path in module_paths(layer) if any(_is_in(name, path) for name in names)]
         number = len(self._units[place]) % SLOTS
         own = [parameters[name] for name in names]
-        unit = Unit(own, self._slots[place], number, len(paths))
+        unit = Unit(own, self._slots[place], number, len(paths), self._files)
         self._units[place].append(unit)
         for path in paths:
             owners = [
@@ -480,12 +541,12 @@ class RestingWeights:
         slots = self._slots[place]
         if size > slots.memory[0].numel():
             # the capture has layers that consist of several layers of the map
-            slots = Slots(place, size, self.lock)
+            slots = Slots(place, size, self.lock, slots.reader)
         units: list[Unit] = []
         for step, positions in rows:
             _refuse_changed([step.layer.state[number] for number in positions], step.layer.mutated)
             own = [step.state[number] for number in positions]
-            unit = Unit(own, slots, len(units) % SLOTS)
+            unit = Unit(own, slots, len(units) % SLOTS, files=self._files)
             step.foreign = tuple(one for one in step.foreign if one not in positions)
             step.resting = unit, dict(zip(positions, unit.views, strict=True))
             units.append(unit)

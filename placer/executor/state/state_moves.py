@@ -15,6 +15,7 @@ from placer.capture.layers import LayerGraph, attached_state, attachments, named
 from placer.errors import PlacementError
 from placer.executor.stage_errors import clear_frames
 from placer.executor.state.replication import Replication
+from placer.schema.base import Tier
 from placer.utils.units import bytes_text
 
 
@@ -144,22 +145,42 @@ def move_state(
         raise
 
 
-def pin(module: nn.Module, names: Collection[str]) -> None:
-    """Move parameters into host memory from which GPUs copy quickly.
+def rest(module: nn.Module, tiers: Mapping[str, Tier], folder: Any = None) -> set[str]:
+    """Move parameters on the host to where they rest: pinned memory, or a mapped file.
+
+    A parameter that is mapped from a file, as of a checkpoint, rests on the disk there.
 
     Args:
         module: the model.
-        names: of parameters on the host.
+        tiers: where parameters rest, by name.
+        folder: for files; None for the usual one.
+
+    Returns:
+        The names of the parameters that have moved.
+
+    Raises:
+        PlacementError: the host lacks memory, or a file cannot be written.
     """
     own = dict(module.named_parameters())
-    blocks = devices.PinnedBlocks(sum(devices.aligned_bytes(own[name]) for name in names))
+    pinned = [own[name] for name, tier in tiers.items() if tier == "host"]
+    blocks = devices.PinnedBlocks(sum(map(devices.aligned_bytes, pinned)))
+    files = devices.MappedFiles()
+    moved = set()
     with torch.inference_mode(False), torch.no_grad():
-        for name in names:
-            own[name].data = blocks.copied(own[name].detach())
+        for name, tier in tiers.items():
+            data = own[name].detach()
+            if tier == "host":
+                own[name].data = blocks.copied(data)
+            elif files.of(data) is None:
+                own[name].data = devices.stored(data, devices.disk_folder(folder))
+            else:
+                continue
+            moved.add(name)
+    return moved
 
 
-def unpin(module: nn.Module, names: Collection[str]) -> None:
-    """Give parameters on the host ordinary memory of their own, after ``pin``.
+def own_memory(module: nn.Module, names: Collection[str]) -> None:
+    """Give parameters on the host ordinary memory of their own, after ``rest``.
 
     Args:
         module: the model.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -92,8 +94,39 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return found
 
 
-def units(count: int) -> list[Unit]:
-    slots = Slots(torch.device("cpu"), 512)
+class LateCopy(Future[Any]):
+    """A copy that is issued when somebody waits for it, after all copies before it."""
+
+    def __init__(self, reader: LateReader, issue: Callable[[], Clock]) -> None:
+        super().__init__()
+        self._reader, self.issue = reader, issue
+
+    def result(self, timeout: float | None = None) -> Clock:
+        while not self.done():
+            first = self._reader.waiting.pop(0)
+            first.set_result(first.issue())
+        found: Clock = super().result()
+        return found
+
+
+class LateReader:
+    """A reader of files that issues copies as late as it may."""
+
+    def __init__(self) -> None:
+        self.waiting: list[LateCopy] = []
+
+    def submit(self, issue: Callable[[], Clock]) -> LateCopy:
+        self.waiting.append(LateCopy(self, issue))
+        return self.waiting[-1]
+
+    def drain(self) -> None:
+        if self.waiting:
+            self.waiting[-1].result()
+
+
+def units(count: int, is_late: bool = False) -> list[Unit]:
+    reader: Any = LateReader() if is_late else None
+    slots = Slots(torch.device("cpu"), 512, reader=reader)
     found = [Unit([nn.Parameter(torch.ones(2))], slots, n % 2) for n in range(count)]
     in_turn(found)
     return found
@@ -127,9 +160,10 @@ def passes(own: list[Unit]) -> Any:
     return resting.reading
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_passes_in_several_streams_share_the_slots(world: World, count: int) -> None:
-    own = units(count)
+def test_passes_in_several_streams_share_the_slots(world: World, count: int, is_late: bool) -> None:
+    own = units(count, is_late)
     reading = passes(own)
     for caller in ("compute", "other", "compute", "third"):
         world.caller = caller
@@ -138,20 +172,24 @@ def test_passes_in_several_streams_share_the_slots(world: World, count: int) -> 
     assert world.read_count == 4 * count
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_an_unexpected_order_copies_what_is_missing(world: World, seed: int) -> None:
+def test_an_unexpected_order_copies_what_is_missing(world: World, seed: int, is_late: bool) -> None:
     draw = random.Random(seed)
-    own = units(5)
+    own = units(5, is_late)
     reading = passes(own)
     for _ in range(3):
         with reading():
             run(world, [draw.choice(own) for _ in range(draw.randrange(9))])
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_threads_that_call_parts_of_the_model_share_the_slots(world: World, seed: int) -> None:
+def test_threads_that_call_parts_of_the_model_share_the_slots(
+    world: World, seed: int, is_late: bool
+) -> None:
     draw = random.Random(seed)
-    own = units(5)
+    own = units(5, is_late)
     reading = passes(own)
     for _ in range(12):
         world.caller = draw.choice(["compute", "other", "third"])
@@ -160,6 +198,14 @@ def test_threads_that_call_parts_of_the_model_share_the_slots(world: World, seed
                 run(world, own[: draw.randrange(6)])
         else:
             run(world, [draw.choice(own)])
+
+
+def test_no_copy_is_left_to_issue_after_a_pass_that_failed(world: World) -> None:
+    own = units(4, is_late=True)
+    with pytest.raises(RuntimeError), passes(own)():
+        run(world, own[:1])
+        raise RuntimeError
+    assert own[0].slots.reader.waiting == []  # type: ignore[union-attr]
 
 
 def replayed(world: World, pieces: list[list[Unit]]) -> list[RestingReplay]:
