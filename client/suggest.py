@@ -172,6 +172,7 @@ def question(
     if there:
         _refuse_on_server(asked)
     module = _checked(model)
+    asked = _with_disk(asked)
     if asked.objective == "generation":
         return _generation(module, example_inputs, asked, devices, memory_bytes, progress)
     if "replicas" not in asked.model_fields_set and not _may_be_replicated(module):
@@ -188,6 +189,15 @@ def question(
     else:
         measured = _measure(module, inputs, asked, devices, memory_bytes, progress)
     return _request(_keeping_whole(asked, module, measured), measured)
+
+
+def _with_disk(asked: SuggestOptions) -> SuggestOptions:
+    """Return the options with the folder whose disk is measured, if parameters may rest there."""
+    if asked.disk_bytes is None or asked.disk_folder is not None:
+        return asked
+    from placer.devices import disk_folder
+
+    return asked.model_copy(update={"disk_folder": disk_folder()})
 
 
 def _with_profiles(
@@ -210,6 +220,11 @@ def _refuse_on_server(asked: SuggestOptions) -> None:
         raise InputError(
             "a server runs no functions: leave loss_fn and target out, or have the model measured"
             " here with profile_on_server=False"
+        )
+    if asked.disk_bytes is not None or asked.disk_folder is not None:
+        raise InputError(
+            "a server does not measure its disk; leave disk_bytes and disk_folder out, or have the"
+            " model measured here with profile_on_server=False"
         )
     if asked.objective == "generation":
         raise InputError(

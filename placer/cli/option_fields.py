@@ -253,6 +253,26 @@ SPELLED: dict[str, Spelled | None] = {
         ),
         lambda given, _: parse_bytes(given["host_memory"]),
     ),
+    "disk_bytes": Spelled(
+        _one(
+            "disk",
+            str | None,
+            "--disk",
+            "disk space for parameters that do not fit in --host-memory either; by default none",
+            "SIZE",
+        ),
+        lambda given, _: parse_bytes(given["disk"]),
+    ),
+    "disk_folder": Spelled(
+        _one(
+            "disk_folder",
+            str | None,
+            "--disk-folder",
+            "folder on whose disk parameters may rest, to measure how fast it is read",
+            "FOLDER",
+        ),
+        lambda given, _: given["disk_folder"],
+    ),
     "compile": Spelled(
         _one("compile", bool, "--compile", "measure stages as they run under torch.compile"),
         lambda given, _: given["compile"],

@@ -19,7 +19,9 @@ from placer.utils.units import count_text
 if TYPE_CHECKING:
     from placer.pretrained.pretrained import Pretrained
 
-OPTIONS = frozenset({"cache", "generation", "host_memory_bytes", "time_limit_s"})
+OPTIONS = frozenset(
+    {"cache", "disk_bytes", "disk_folder", "generation", "host_memory_bytes", "time_limit_s"}
+)
 """The options of ``suggest`` that ``run`` has."""
 
 

@@ -23,6 +23,7 @@ from placer.capture.pytrees import outline
 from placer.devices import (
     CPU,
     DeviceLike,
+    disk_folder,
     keep_random_state,
     resolve,
     type_name,
@@ -36,8 +37,7 @@ from placer.profiler.cache.file_cache import Cache, open_cache
 from placer.profiler.cache.graph_cache import KnownGraphs
 from placer.profiler.cache.layer_cache import Remembered
 from placer.profiler.conditions import CoreWaits, busy, conditions, optimizer_facts
-from placer.profiler.links.cluster import MemoryLimit, measure, resolve_limits
-from placer.profiler.links.links import links_to_measure
+from placer.profiler.links.cluster import MemoryLimit, measure, resolve_limits, steps
 from placer.profiler.loss_measurement import Loss, given_loss, with_loss
 from placer.profiler.measure import Measurement, measure_layers
 from placer.profiler.profile_writer import fragmented_bytes, write
@@ -139,6 +139,7 @@ def profile(
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
     folder = open_cache(how.cache)
+    disk = None if how.disk_folder is None else disk_folder(how.disk_folder)
     # checked in inference, too, so that a misspelt name is reported
     named = OptimizerState(optimizer)
     state = named if training else OptimizerState(None)
@@ -167,7 +168,7 @@ def profile(
         # workspaces first, so that no layer's measurement includes them
         for device in found:
             _begin_on(device)
-        with progress_bar(progress, links_to_measure(found, folder)) as step:
+        with progress_bar(progress, steps(found, folder, disk)) as step:
             rows = list(known.values())
             graphs = _graphs(
                 model, calls, how.granularity, folder, rows, step, loss is not None, batch_options
@@ -190,7 +191,7 @@ def profile(
             losses = _losses(loss, graphs, measured, by_type, batch_sizes, repeats, step)
             if loss is not None:
                 refuse_absent_results(batch_options, graphs[0], loss.values)
-            cluster = measure(found, limits, step, folder, fragmented_bytes(measured))
+            cluster = measure(found, limits, step, folder, fragmented_bytes(measured), disk)
     _log_counts([*known.values()])
     written = {"batch_options": batch_options}
     profiles = [

@@ -373,7 +373,8 @@ class ProfileOptions(Wire):
     """The folder on whose disk parameters may rest, to measure how fast it is read.
 
     None: no disk is measured. With ``disk_bytes``, None means the folder that ``PLACER_DISK``
-    names, or one in the user's cache; for ``from_pretrained`` the folder of the checkpoint."""
+    names, or one in the user's cache; for ``from_pretrained`` the folder of the checkpoint.
+    ``from_pretrained`` also writes weights there that cannot stay in the checkpoint's files."""
 
     loss_fn: SkipValidation[Callable[[Any, Any], Any] | None] = None
     """The loss of a training step, a function of the output and the target.

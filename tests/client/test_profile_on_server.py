@@ -144,6 +144,10 @@ def test_a_server_that_cannot_measure_leaves_it_to_this_machine(monkeypatch):
             {"profile_on_server": True, "server": "http://x", "loss_fn": torch.sum, "target": X},
             "runs no functions",
         ),
+        (
+            {"profile_on_server": True, "server": "http://x", "disk_folder": "/tmp"},
+            "does not measure its disk",
+        ),
     ],
 )
 def test_what_cannot_be_measured_there_is_said(options, said):

@@ -17,7 +17,8 @@ from placer.errors import (
     SolveLimitError,
     UnreachableError,
 )
-from placer.schema import Placement, PlacementRequest, Profile
+from placer.profiler.links import disk_rate
+from placer.schema import Placement, PlacementRequest, Profile, SuggestOptions
 from placer_client import suggest as module
 from placer_client.client import Client
 from placer_client.suggest import suggest
@@ -234,6 +235,16 @@ def test_micro_batches_are_measured_at_the_sizes_that_are_asked_for():
     choices = placement.step.choices
     assert {choice.batch_size // choice.replicas for choice in choices} == {2, 4}
     assert {choice.replicas for choice in choices} == {1, 2}
+
+
+@pytest.mark.parametrize("options", [{"disk_bytes": "1MiB"}, {}])
+def test_the_usual_disk_is_measured_only_if_weights_may_rest_there(options, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLACER_DISK", str(tmp_path / "weights"))
+    monkeypatch.setattr(disk_rate, "SIZES", (2**12, 2**14))
+    asked = SuggestOptions(objective="latency", training=False, cache=False, **options)
+    request = module.question(Block(), torch.ones(4, 8), asked, devices=["cpu:0"], progress=False)
+    (device,) = request.devices
+    assert (device.from_disk is not None) == (tmp_path / "weights").is_dir() == bool(options)
 
 
 def test_a_step_of_a_model_that_cannot_be_replicated_has_no_replicas():

@@ -113,7 +113,8 @@ def test_a_misspelt_variable_is_told_with_the_nearest_setting():
 
 
 @pytest.mark.parametrize(
-    "name", ["PLACER_KEY", "PLACER_CACHE", "PLACER_SERVICE_HOST", "PLACER_PORT_80_TCP"]
+    "name",
+    ["PLACER_KEY", "PLACER_CACHE", "PLACER_DISK", "PLACER_SERVICE_HOST", "PLACER_PORT_80_TCP"],
 )
 def test_variables_of_others_are_not_taken_for_misspelt_settings(name):
     # Kubernetes sets some for a service of that name.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -11,6 +13,7 @@ from placer import devices as hardware
 from placer.devices import DeviceLike
 from placer.errors import InputError
 from placer.profiler.cache.file_cache import Cache, CacheLike, open_cache
+from placer.profiler.links.disk_rate import disk_rate, known_rate
 from placer.profiler.links.links import Ports, evened, links_to_measure, measure_links
 from placer.profiler.progress import Shown, Step, progress_bar
 from placer.schema import Cluster, Device
@@ -27,6 +30,7 @@ def measure_cluster(
     memory_bytes: MemoryLimit = None,
     progress: Shown = True,
     cache: CacheLike = False,
+    disk_folder: str | PathLike[str] | None = None,
 ) -> Cluster:
     """Measure devices and links.
 
@@ -41,6 +45,7 @@ def measure_cluster(
             for all of its memory.
         progress: whether to show a progress bar.
         cache: whether to reuse links measured since the machine started, see ``profile``.
+        disk_folder: whose disk is measured, see ``ProfileOptions``; None (default) for none.
 
     Returns:
         The devices, and a link for each directed pair.
@@ -53,8 +58,15 @@ def measure_cluster(
     found = hardware.resolve(devices)
     limits = resolve_limits(found, memory_bytes)
     kept = open_cache(cache)
-    with progress_bar(progress, links_to_measure(found, kept)) as step:
-        return measure(found, limits, step, kept)
+    disk = None if disk_folder is None else hardware.disk_folder(disk_folder)
+    with progress_bar(progress, steps(found, kept, disk)) as step:
+        return measure(found, limits, step, kept, disk=disk)
+
+
+def steps(found: Sequence[torch.device], cache: Cache | None, disk: Path | None = None) -> int:
+    """Return the number of steps of ``measure``, which takes the same arguments."""
+    of_disk = int(disk is not None and known_rate(disk, cache) is None)
+    return links_to_measure(found, cache) + of_disk
 
 
 def measure(
@@ -63,6 +75,7 @@ def measure(
     step: Step,
     cache: Cache | None = None,
     fragmented_bytes: Mapping[str, int] = MappingProxyType({}),
+    disk: Path | None = None,
 ) -> Cluster:
     """Measure devices that are known to exist, as ``measure_cluster`` does.
 
@@ -73,15 +86,17 @@ def measure(
         cache: stores link measurements.
         fragmented_bytes: by device type, the fragmentation next to a model's tensors; added to the
             reserve.
+        disk: the folder whose disk is measured; None for none.
     """
     with hardware.unobserved(), hardware.keep_random_state(found):
         # links first: enabling peer access takes device memory, which the reserve must include
         measured = measure_links(found, step, cache)
+        from_disk = None if disk is None else disk_rate(disk, step, cache)
         hardware.release_cache()
         described = [
             _describe(
                 device, found, limits.get(device), measured.ports.get(device), fragmented_bytes
-            )
+            ).model_copy(update={"from_disk": from_disk})
             for device in found
         ]
         links = evened(measured.links, {device.name: device.type for device in described})
