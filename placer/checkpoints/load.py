@@ -45,13 +45,15 @@ def load(
     devices: Sequence[DeviceLike] | int | None = None,
     strict: bool = True,
     progress: Shown = True,
+    disk_folder: str | PathLike[str] | None = None,
 ) -> nn.Module:
     """Load a checkpoint into a model on meta, each tensor straight to its device of a placement.
 
     ``DataFlow(model).update_flow(placement)`` then finds all weights in place; those that rest on
     the host move into pinned memory there, with at most 1 GiB in addition at a time. The files are
     mapped into memory and read tensor by tensor: apart from weights that are placed on the host,
-    the host needs memory for the largest tensor.
+    the host needs memory for the largest tensor. Weights that rest on the disk stay in the files of
+    the checkpoint; those that change, as by ``dtype``, are written to files of their own.
 
     The model gets new tensors, so make optimizers afterwards. Its buffers that the checkpoint does
     not hold keep their values and move to their devices. Build the model inside
@@ -68,6 +70,7 @@ def load(
         strict: refuse keys that the model does not have, and tensors that the checkpoint does not
             have (default). False ignores such keys, and tensors that have values.
         progress: show bytes on stderr if that is a terminal; ``"always"`` shows them everywhere.
+        disk_folder: for files of weights that rest on the disk, as for ``DataFlow``.
 
     Returns:
         The model.
@@ -94,7 +97,7 @@ def load(
         loaded = {
             name: tensor for name, tensor in named_state(model).items() if not before.holds(tensor)
         }
-        _place(model, loaded, derived, assignment, kind, progress)
+        _place(model, loaded, derived, assignment, kind, progress, disk_folder)
         move_state(model, assignment.of_state)
         compact_rnn_weights(model)
     return model
@@ -157,6 +160,7 @@ def _place(
     assignment: Assignment,
     dtype: torch.dtype | None,
     progress: Shown,
+    disk_folder: str | PathLike[str] | None,
 ) -> None:
     """Replace loaded tensors by copies on their devices, one after the other.
 
@@ -167,7 +171,9 @@ def _place(
         assignment: the devices.
         dtype: of floating-point tensors; None leaves them.
         progress: whether to show it.
+        disk_folder: for weights that rest on the disk and cannot stay in the checkpoint's files.
     """
+    files = hardware.MappedFiles()
     holders, dtype_of = users(model), dtypes(model, dtype)
     total = sum(map(tensor_bytes, loaded.values()))
     with progress_bar(progress, total, "bytes") as bar:
@@ -176,17 +182,28 @@ def _place(
             bar(name, tensor_bytes(tensor))
             source = derived.pop(id(tensor), None)
             value = tensor if source is None else source.read()
-            placed = _placed(name, value, assignment.of_state(name), dtype_of(name))
+            value = _converted(value, dtype_of(name))
+            if not assignment.rests_on_disk(name):
+                placed = _placed(name, value, assignment.of_state(name))
+            elif files.of(value) is None:
+                placed = hardware.stored(value, hardware.disk_folder(disk_folder))
+            else:
+                placed = value
             if isinstance(tensor, nn.Parameter) and not isinstance(placed, nn.Parameter):
                 placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
             for module, attribute in holders[id(tensor)]:
                 setattr(module, attribute, placed)
 
 
-def _placed(name: str, value: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    """Return a copy of a tensor on its device."""
+def _converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor in a dtype, if it may be converted; the tensor itself if it has that."""
     if dtype is not None and hardware.is_plain(value) and value.dtype in _CONVERTED:
-        value = value.to(dtype)
+        return value.to(dtype)
+    return value
+
+
+def _placed(name: str, value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a tensor on its device."""
     try:
         return hardware.copy(value, device)
     except torch.OutOfMemoryError as error:

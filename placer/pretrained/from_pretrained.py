@@ -98,7 +98,7 @@ def from_pretrained(
             ``latency`` and granularity ``blocks``. Under objective ``generation``, the option
             ``generation`` replaces ``context``.
             With ``host_memory_bytes``, weights that do not fit on the devices rest in the host's
-            memory.
+            memory, and with ``disk_bytes`` in the files of the checkpoint.
         fields: single fields of ``options``, for short.
 
     Returns:
@@ -122,11 +122,17 @@ def from_pretrained(
         raise InputError(f"{folder} has no weights; download its safetensors files")
     model = _made(folder, kind)
     is_quantised = getattr(model, "is_quantized", False)
-    if is_quantised and asked.host_memory_bytes is not None:
-        raise InputError(
-            f"host_memory_bytes is given, but the weights in {folder} are quantised, and cannot"
-            " rest on the host; leave it out"
-        )
+    resting = {"host_memory_bytes": asked.host_memory_bytes, "disk_bytes": asked.disk_bytes}
+    for name, given in resting.items() if is_quantised else ():
+        if given is not None:
+            raise InputError(
+                f"{name} is given, but the weights in {folder} are quantised, and cannot rest on"
+                " the host; leave it out"
+            )
+    disk_folder = asked.disk_folder
+    if asked.disk_bytes is not None and disk_folder is None:
+        # The disk that is read, unless a conversion writes other files.
+        asked = asked.model_copy(update={"disk_folder": folder})
     longest = _longest(model, context, asked.generation)
     prompt_tokens = _prompt_tokens(longest, asked.generation)
     inputs = _inputs(model, prompt_tokens, batch_size)
@@ -145,10 +151,18 @@ def from_pretrained(
     placement = _placement(request, texts, server)
     # numbers next to quantised weights, such as scales, keep their dtypes
     own: Any = None if is_quantised else model.dtype
-    load(model, placement, folder, dtype=own, devices=used, progress=progress)
+    load(
+        model,
+        placement,
+        folder,
+        dtype=own,
+        devices=used,
+        progress=progress,
+        disk_folder=disk_folder,
+    )
     if longest is not None and prompt_tokens is not None and longest > prompt_tokens:
         _limit_passes(model, prompt_tokens)
-    flow = DataFlow(model, device_ids=used, inference_only=True)
+    flow = DataFlow(model, device_ids=used, inference_only=True, disk_folder=disk_folder)
     flow.update_flow(placement)
     return Pretrained(model, flow, placement, tokenizer_of(folder), longest, compile)
 

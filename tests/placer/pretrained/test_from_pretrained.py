@@ -19,10 +19,11 @@ from model_list import transformers
 from pretrained_folders import saved
 
 import placer
+from placer import devices
 from placer.errors import InfeasibleError, InputError, MissingExtraError
 from placer.estimator import checkpoints
 from placer.pretrained.checkpoint_folder import checkpoint_folder
-from placer.profiler.links import cluster
+from placer.profiler.links import cluster, disk_rate
 from placer.schema import Device, Rate
 from placer.testing import logical_devices
 
@@ -397,3 +398,43 @@ def test_weights_that_do_not_fit_rest_on_the_host(
         found = llm.generate(torch.arange(3, 12)[None], **GREEDY)
     assert found.tolist() == reference.generate(torch.arange(3, 12)[None], **GREEDY).tolist()
     assert llm.flow.generation_report.recorded > 0
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_weights_rest_in_the_files_of_the_checkpoint(
+    dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Almost no host memory: converted weights go to files of their own, others stay."""
+    model, reference = resting_models.pair()
+    model.save_pretrained(tmp_path / "model")
+    describe = cluster._describe
+    monkeypatch.setattr(disk_rate, "SIZES", (2**12, 2**14))
+
+    def with_rate(*args: Any) -> Device:
+        rate = Rate(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
+        return describe(*args).model_copy(update={"from_host": rate})
+
+    monkeypatch.setattr(cluster, "_describe", with_rate)
+    monkeypatch.setenv("PLACER_DISK", str(tmp_path / "disk"))
+    weights = sum(one.numel() * one.element_size() for one in model.parameters())
+    if dtype is not None:
+        reference, weights = reference.to(torch.bfloat16), weights // 2
+    given: dict[str, Any] = {"devices": ["cpu:0"], "memory_bytes": 9 * weights // 10}
+    limits = {"host_memory_bytes": 1, "disk_bytes": "1GiB", "dtype": dtype}
+    with logical_devices(1):
+        llm = placed(tmp_path / "model", **limits, **given)
+        assert set(llm.placement.resting.values()) == {"disk"}
+        found = llm.generate(torch.arange(3, 12)[None], **GREEDY)
+    assert found.tolist() == reference.generate(torch.arange(3, 12)[None], **GREEDY).tolist()
+    files = devices.MappedFiles()
+    own = "disk" if dtype else "model/model.safetensors"
+    for name, parameter in llm.model.named_parameters():
+        file = files.of(parameter)
+        rests = any(name.startswith(f"{layer}.") for layer in llm.placement.resting)
+        assert (file is not None) == rests
+        assert file is None or file.path.startswith(str(tmp_path / own))
+    report = llm.flow.generation_report
+    assert not report.recorded
+    assert report.not_recorded_because.endswith(
+        "rest on the disk, and a recording cannot read files"
+    )

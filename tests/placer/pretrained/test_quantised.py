@@ -99,9 +99,10 @@ def test_quantised_weights_generate_the_tokens_of_transformers(name: str, tmp_pa
     assert found == pytest.approx(stored_bytes(folder), rel=0.02)
 
 
-def test_quantised_weights_do_not_rest_on_the_host(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"host_memory_bytes is given, but .* are quantised"):
-        placed(quantised("torchao", tmp_path), host_memory_bytes="1GiB")
+@pytest.mark.parametrize("limit", ["host_memory_bytes", "disk_bytes"])
+def test_quantised_weights_do_not_rest_on_the_host(limit: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"{limit} is given, but .* are quantised"):
+        placed(quantised("torchao", tmp_path), **{limit: "1GiB"})
 
 
 def described(llama: Path, folder: Path, **quantization: Any) -> Path:
