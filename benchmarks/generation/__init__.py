@@ -7,9 +7,10 @@ cache with torch.compile is a peer, too. All of them run equal models of transfo
 prompts and take turns. A row says whether they make the same tokens. Without GPUs, a tiny model on
 CPU stand-ins only shows that the benchmark runs.
 
-Further cases, of which all but the first two need two devices or more:
+Further cases, of which all but the first three need two devices or more:
 
     host       a part of the weights is in the host's memory, on one device
+    disk       the same on the disk
     predicted  the predictions of times and memory
     large      a model that no single GPU holds: one text
     in_flight  the same model: several groups of sequences at once
@@ -28,6 +29,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -58,8 +60,12 @@ ENGINES = {
 HOST = "host"
 """The name of the case with weights on the host."""
 
+DISK = "disk"
+"""The name of the case with weights on the disk."""
+
 CASES = (
     HOST,
+    DISK,
     predicted.PREDICTED,
     copies.COPIES,
     in_flight.LARGE,
@@ -87,7 +93,12 @@ def run() -> list[dict[str, Any]]:
     asked = _asked()
     if not set(asked) <= set(CASES):
         rows += _single()
-    for name, turn in ((HOST, host.rows), (predicted.PREDICTED, predicted.rows)):
+    alone = {
+        HOST: host.rows,
+        DISK: partial(host.rows, tier="disk"),
+        predicted.PREDICTED: predicted.rows,
+    }
+    for name, turn in alone.items():
         if name in asked:
             rows += turn(ROUNDS)
             gc.collect()  # flows and their models refer to each other

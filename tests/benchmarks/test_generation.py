@@ -89,17 +89,18 @@ def test_on_a_single_device_the_whole_model_is_there(
 
 
 @pytest.mark.integration
-def test_weights_on_the_host_give_the_tokens_of_weights_on_the_device(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_weights_that_rest_give_the_tokens_of_weights_on_the_device(
+    tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers()
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setenv("PLACER_GENERATION_ENGINES", "host")
+    monkeypatch.setenv("PLACER_GENERATION_ENGINES", tier)
     module = importlib.import_module("benchmarks.generation")
     monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setattr(module.record, "known", lambda name: [])
     first, same = module.run()
-    assert "3 of 7 layers on the host" in first["case"]
+    assert f"3 of 7 layers on the {tier}" in first["case"]
     assert first["value"] > 0 and list(first["peers"]) == [same["measure"].partition(": ")[2]]
     assert same["value"] == 100.0
 
@@ -113,7 +114,6 @@ def test_a_large_model_generates_one_text_and_several_groups_in_flight(
     assert set(values) == {
         "a token, in the loop",
         "the prompt and the first token",
-        "a prompt of a new length and its first token",
         "a token, in times of reading all weights once",
         "tokens per second, several groups in flight",
         "several groups in flight, in tokens per second of one group at a time",
