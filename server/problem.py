@@ -95,6 +95,15 @@ def defect() -> Problem:
     return Problem(500, "defect", "The service failed", detail)
 
 
+_OTHER_BODIES = {
+    "layers": 'the body is a profile, but a request has the profile as a field: {"profile": ...},'
+    " and optional further fields",
+    "layer_devices": "the body is a placement, which is the answer to a request: post a request,"
+    ' {"profile": ...}, or judge the map of layers by POST /v1/placements:evaluate',
+}
+"""Hints for a body without a profile, by the field that shows what the body is instead."""
+
+
 def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementRequest) -> Problem:
     """Return the problem of a body that is not a ``model``: 400 if it is not JSON, else 422."""
     count = error.error_count()
@@ -111,12 +120,8 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
             "The body is not JSON",
             f"the body cannot be read as JSON: {detail}",
         )
-    if model is PlacementRequest and _is_a_profile(error):
-        detail = (
-            'the body is a profile, but a request has the profile as a field: {"profile": ...},'
-            " and optional further fields"
-        )
-        return invalid_request(detail, [{"pointer": "#/profile", "detail": "is missing"}])
+    if model is PlacementRequest and (other := _other_body(error)):
+        return invalid_request(other, [{"pointer": "#/profile", "detail": "is missing"}])
     found, more = field_faults(error, model, MAX_FAULTS)
     faults = [{"pointer": clip(_pointer(fault)), "detail": fault.text} for fault in found]
     path = clip(".".join(clip(str(part), 80) for part in found[0].place))
@@ -124,13 +129,16 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
     return invalid_request(f"{detail} (and {more} more)" if more else detail, faults)
 
 
-def _is_a_profile(error: ValidationError) -> bool:
-    """Return whether the body is a Profile instead of a PlacementRequest."""
+def _other_body(error: ValidationError) -> str:
+    """Return a hint at what was sent instead of a PlacementRequest, or "" if that is unknown."""
     found = {
         (fault["type"], fault["loc"])
         for fault in error.errors(include_url=False, include_input=False)
     }
-    return {("missing", ("profile",)), ("extra_forbidden", ("layers",))} <= found
+    if ("missing", ("profile",)) not in found:
+        return ""
+    extra = {place for kind, place in found if kind == "extra_forbidden"}
+    return next((hint for field, hint in _OTHER_BODIES.items() if (field,) in extra), "")
 
 
 def invalid_request(detail: str, faults: Sequence[Mapping[str, str]] = ()) -> Problem:

@@ -128,12 +128,18 @@ def test_a_faulty_request_is_422_and_names_the_fault(service, request_body, name
         assert word in reply.json()["detail"]
 
 
-def test_a_profile_in_place_of_a_request_is_told_as_such(service, request_body):
-    content = problem_of(service.post(POST, json=request_body()["profile"]))
-    assert content["status"] == 422
-    assert content["detail"].startswith(
-        'the body is a profile, but a request has the profile as a field: {"profile": ...}'
-    )
+def test_a_profile_or_a_placement_posted_as_a_request_gets_a_hint(service, request_body):
+    answer = service.post(POST, json=request_body()).json()
+    for body, hint in (
+        (
+            request_body()["profile"],
+            'the body is a profile, but a request has the profile as a field: {"profile": ...}',
+        ),
+        (answer, "the body is a placement, which is the answer to a request"),
+    ):
+        content = problem_of(service.post(POST, json=body))
+        assert content["status"] == 422
+        assert content["detail"].startswith(hint)
 
 
 def test_a_fault_is_not_counted_twice(request_body):
