@@ -8,7 +8,7 @@ from html import escape
 from placer.report.charts import Bar, bars, drawing
 from placer.report.comparing import Change, Comparison, ProfileComparison, comparison_table
 from placer.report.page import legend, page
-from placer.report.plain_text import PAGE_WIDTH, plain_text
+from placer.report.rendering import PAGE_WIDTH, plain_text
 from placer.utils.units import bytes_text, ms_text
 
 __all__ = ["comparison_report"]

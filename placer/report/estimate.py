@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from placer.report.fitting import Fitting
+from placer.report.rendering import Fitting
 from placer.schema import DeviceEstimate, Estimate
 from placer.utils.units import bytes_text, count_text, devices_text
 

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from placer.report.cluster import cluster_table
 from placer.report.estimate import estimate_table
-from placer.report.fitting import Fitting
-from placer.report.plain_text import plain_text
+from placer.report.rendering import Fitting, plain_text
 from placer.report.shares import share_texts
 from placer.schema import (
     Cluster,

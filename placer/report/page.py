@@ -10,7 +10,7 @@ from placer.report.cluster import cluster_table
 from placer.report.estimate import headline, remarks
 from placer.report.explain import proven, segment_texts
 from placer.report.pictures import device_bars, estimate_bars, layer_charts, placed_chart
-from placer.report.plain_text import PAGE_WIDTH, plain_text
+from placer.report.rendering import PAGE_WIDTH, plain_text
 from placer.schema import Cluster, Estimate, Placement, PlacementRequest, Profile
 from placer.utils.units import Text, bytes_text, count_text, ms_text
 

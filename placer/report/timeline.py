@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.errors import InputError
-from placer.report.plain_text import plain_text
+from placer.report.rendering import plain_text
 from placer.schema.faults import first_fault
 from placer.utils.atomic_files import write_whole
 from placer.utils.units import ms_text
