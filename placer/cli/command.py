@@ -110,15 +110,13 @@ def run(arguments: list[str] | None) -> None:
         try:
             app(args=arguments)
         finally:
-            # Flush here, where a reader that has left still becomes an exit code.
+            # flush here, where a full disk or a reader that has left still becomes an exit code
             sys.stdout.flush()
     except PlacerError as error:
         if os.environ.get("PLACER_DEBUG"):
             raise
         _fail(f"{error}{blamed(error)}", _exit_code(error))
     except BrokenPipeError:
-        # Otherwise the interpreter tries to write again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
         if os.environ.get("PLACER_DEBUG"):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from typing import Any
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,8 +33,54 @@ class _Closed(io.StringIO):
         )
 
 
+class _Output:
+    """A stream of output, which may be a full disk or a pipe whose reader has left.
+
+    Args:
+        stream: the stream.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        with self._failures():
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with self._failures():
+            self._stream.flush()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raise an InputError if an answer cannot be written, or a BrokenPipeError."""
+        try:
+            yield
+        except OSError as error:
+            # otherwise the interpreter would try to write the rest at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise errors.InputError(
+                f"cannot write to stdout: {error.strerror}; send the output elsewhere"
+            ) from error
+
+
+class _Messages(_Output):
+    """A stream of messages: those that cannot be written are lost, and the answer is not."""
+
+    def _failures(self) -> Any:
+        return suppress(OSError)
+
+
 def settle_streams() -> None:
-    """Set the encodings of the streams.
+    """Set the encodings of the streams, and what happens if nothing can be written to them.
 
     Files and pipes are UTF-8 in every locale, as JSON is. A terminal keeps its own encoding, and
     shows a replacement for characters that it does not have.
@@ -43,6 +90,9 @@ def settle_streams() -> None:
     for stream, otherwise in ((sys.stdin, "strict"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors=otherwise)
+    if not isinstance(sys.stdout, _Output):  # by an earlier command of this process
+        sys.stdout = cast(TextIO, _Output(sys.stdout))
+        sys.stderr = cast(TextIO, _Messages(sys.stderr))
 
 
 def spinner(text: str) -> Any:

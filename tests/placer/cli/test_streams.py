@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -90,3 +91,43 @@ def test_stdin_is_given_once(run: Run, chain_file: Path, arguments: tuple[str, .
     answer = run(*arguments, stdin=chain_file.read_text())
     assert answer.code == 2
     assert "- is given twice, but stdin holds one input; name a file for the other" in answer.err
+
+
+FULL = Path("/dev/full")
+"""A device on which no space is ever left."""
+with_full = pytest.mark.skipif(not FULL.exists(), reason="the system has no such device")
+
+
+def ended(command: str) -> tuple[int, str]:
+    """The exit code and the messages of a command in a shell."""
+    result = subprocess.run(
+        f"{sys.executable} -P -m placer {command}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return result.returncode, result.stderr
+
+
+@with_full
+@pytest.mark.parametrize("command", ["solve {}", "show {}", "--version"])
+def test_an_answer_that_finds_the_disk_full_is_one_line(chain_file: Path, command: str) -> None:
+    # ended in "OSError: [Errno 28] No space left on device (PLACER_DEBUG=1 shows where)".
+    code, message = ended(f"{command.format(chain_file)} > {FULL}")
+    assert code == 2
+    assert message == (
+        "error: cannot write to stdout: No space left on device; send the output elsewhere\n"
+    )
+
+
+@with_full
+def test_messages_that_find_the_disk_full_are_lost_and_the_answer_is_not(
+    chain_file: Path, tmp_path: Path
+) -> None:
+    # showing the error raised again: a traceback, and exit code 1.
+    assert ended(f"show nofile 2> {FULL}")[0] == 2
+    # the note about what the format cannot say raised.
+    placed, exported = tmp_path / "placed.json", tmp_path / "piper.json"
+    assert ended(f"solve {chain_file} -o {placed}")[0] == 0
+    assert ended(f"export {placed} --to piper -o {exported} 2> {FULL}")[0] == 0
