@@ -25,7 +25,7 @@ from placer.executor.engine.compiled_segments import (
     modes_kept,
     trial_ms,
 )
-from placer.executor.generation.operation_trace import Operation, Trace, Value
+from placer.executor.generation.operation_trace import Operation, Trace, filled
 from placer.executor.generation.trace_replay import Piece, TraceReplay
 
 
@@ -158,24 +158,18 @@ def _graph(
     graph = fx.Graph()
     nodes = {number: graph.placeholder(f"value_{number}") for number in inputs}
     for operation in operations:
+        arguments = filled((operation.args, operation.kwargs), nodes)
         node = graph.call_function(
-            operation.function, _argument(operation.args, nodes), _argument(operation.kwargs, nodes)
+            operation.function, *fx.node.map_aggregate(arguments, _known_device)
         )
         nodes.update(zip(operation.makes, _tensors(operation, node, graph), strict=True))
     graph.output(tuple(nodes[number] for number in results))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _argument(nest: Any, nodes: dict[int, fx.Node]) -> Any:
-    """Return arguments with the nodes of tensors, and devices that compilers know."""
-    kind = type(nest)
-    if kind is Value:
-        return nodes[nest.number]
-    if kind is list or kind is tuple:
-        return kind(_argument(item, nodes) for item in nest)
-    if kind is dict:
-        return {name: _argument(item, nodes) for name, item in nest.items()}
-    return known_to_compilers(nest) if isinstance(nest, torch.device) else nest
+def _known_device(argument: Any) -> Any:
+    """Return an argument, of the devices those that compilers know."""
+    return known_to_compilers(argument) if isinstance(argument, torch.device) else argument
 
 
 def _tensors(operation: Operation, node: fx.Node, graph: fx.Graph) -> list[fx.Node]:

@@ -15,7 +15,7 @@ pass does next. So a later pass is the same only if it reads the same number: se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -384,6 +384,18 @@ def _numbered(nest: Any, numbers: Any) -> Any:
         return type(nest)(_numbered(item, numbers) for item in nest)
     if isinstance(nest, dict):
         return {name: _numbered(item, numbers) for name, item in nest.items()}
+    return nest
+
+
+def filled(nest: Any, values: Mapping[int, Any]) -> Any:
+    """Return arguments with a value in place of each ``Value``, by its number."""
+    kind = type(nest)
+    if kind is Value:
+        return values[nest.number]
+    if kind is list or kind is tuple:
+        return kind(filled(item, values) for item in nest)
+    if kind is dict:
+        return {name: filled(item, values) for name, item in nest.items()}
     return nest
 
 

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.executor.generation.operation_trace import Guard, Operation, Trace, Value, tensors_of
+from placer.executor.generation.operation_trace import (
+    Guard,
+    Operation,
+    Trace,
+    filled,
+    tensors_of,
+)
 from placer.executor.state.resting_weights import Action, RestingReplay
 
 
@@ -188,7 +194,7 @@ class TraceReplay:
 
 def _run_operation(operation: Operation, values: dict[int, Tensor]) -> None:
     """Run an operation on values by number, and add its results."""
-    made = operation.function(*_filled(operation.args, values), **_filled(operation.kwargs, values))
+    made = operation.function(*filled(operation.args, values), **filled(operation.kwargs, values))
     values.update(zip(operation.makes, tensors_of(made), strict=True))
 
 
@@ -313,15 +319,3 @@ def _last_reads(pieces: Iterable[Piece], kept: Collection[int]) -> dict[int, lis
         if value not in kept and len(readers[value]) == 1:
             found[id(operation)].append(value)
     return dict(found)
-
-
-def _filled(nest: Any, values: dict[int, Tensor]) -> Any:
-    """Return arguments with the tensors in place of their numbers."""
-    kind = type(nest)
-    if kind is Value:
-        return values[nest.number]
-    if kind is list or kind is tuple:
-        return kind(_filled(item, values) for item in nest)
-    if kind is dict:
-        return {name: _filled(item, values) for name, item in nest.items()}
-    return nest
