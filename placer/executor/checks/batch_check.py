@@ -143,6 +143,8 @@ class BatchChecks:
                 raise self._with_advice(
                     error, call, parameters, layout, options, run
                 ) from error.__cause__
+            if found is None:  # nothing is known of the kind: its next batch is compared
+                return declared
             found.uneven = now
             if known is not None:
                 found.uneven |= known.uneven
@@ -184,7 +186,7 @@ class BatchChecks:
             if layout.size < 2:
                 return False
             sizes = [layout.size // 2, layout.size - layout.size // 2]
-            self._look(
+            found = self._look(
                 call,
                 parameters,
                 layout,
@@ -195,7 +197,7 @@ class BatchChecks:
             )
         except InputError:
             return False
-        return True
+        return found is not None
 
     @torch.no_grad()
     def _look(
@@ -207,7 +209,8 @@ class BatchChecks:
         declared: Joining,
         run: Run,
         weigh: Weights,
-    ) -> _Kind:
+    ) -> _Kind | None:
+        """Compare a batch; return None if the model fails on it, which its run will show."""
         closeness = Closeness.for_tensors([*self._module.parameters(), *flatten_inputs(*call)[0]])
         refusal: BatchError | None = None
         failure: Exception | None = None
@@ -249,8 +252,11 @@ class BatchChecks:
             refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
-        # most failures will occur in the real run as well
-        if isinstance(failure, torch.OutOfMemoryError) or (failure and found is None):
+        if isinstance(failure, torch.OutOfMemoryError):
+            _warn_of_failure(failure)
+        elif failure and found is None:
+            if not self._runs(call, parameters, layout, sizes, run):
+                return None
             _warn_of_failure(failure)
         return found or _Kind(declared, 1, True, None)
 
@@ -295,6 +301,23 @@ class BatchChecks:
 
             state.check(parts[-1], run_last)
         return whole, parts, [watch.counted for watch in watches]
+
+    def _runs(
+        self,
+        call: Call,
+        parameters: Parameters,
+        layout: BatchLayout,
+        sizes: Sequence[int],
+        run: Run,
+    ) -> bool:
+        """Return whether the model runs on the first micro-batch, unobserved."""
+        first, *_ = layout.cut_call(call, parameters, sizes)
+        try:
+            with self._apart():
+                run(_copied(first))
+        except Exception:  # the model's own code may raise anything
+            return False
+        return True
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

@@ -428,6 +428,17 @@ def test_a_model_that_cannot_be_compared_causes_a_warning(
         placed(Classifier(), path)(torch.randn(8, 6), chunks=2)
 
 
+@pytest.mark.filterwarnings("error:micro-batches were not compared")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_batch_after_inputs_of_a_wrong_size_is_compared(path: str) -> None:
+    # the model's error came with a warning, and batches of the same kind were taken as known.
+    flow = placed(Balanced(), path)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        flow(torch.randn(8, 7), chunks=2)
+    with pytest.raises(BatchError, match="output '1'"):
+        flow(torch.randn(8, 6), chunks=2)
+
+
 # Labels that do not count.
 
 
