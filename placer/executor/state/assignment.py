@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,9 +65,8 @@ class Assignment:
                 path = unit.partition("@")[0]
                 self._exact.setdefault(path, device)
                 self._layers.setdefault(path, name)
-                while path:
-                    path = path.rpartition(".")[0]
-                    self._inner.setdefault(path, device)
+                for around in _around(path):
+                    self._inner.setdefault(around, device)
 
     @property
     def layers(self) -> list[str]:
@@ -213,6 +212,68 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
                     f"layer {part!r} is not a module of {type(module).__name__}; its layers are "
                     f"{', '.join(examples[:8])}, ...{_wrapping(part, known)}"
                 )
+
+
+def refuse_missing_blocks(module: nn.Module, placement: Placement) -> None:
+    """Raise a PlacementError if a placement ends before the last blocks of the model.
+
+    It was solved for a shallower model then. Other layers may be missing: those that do not run,
+    such as experts inside a block, are in no placement, and a map written by hand may have any.
+
+    Args:
+        module: the model; it has all layers of the placement.
+        placement: for the model.
+    """
+    if not placement.devices:  # written by hand
+        return
+    units = {
+        unit.partition("@")[0] for name in placement.layer_devices for unit in name.split(MERGED)
+    }
+    parents = dict.fromkeys(around for unit in units for around in _around(unit))
+    missing = [
+        name
+        for path in parents
+        if units.isdisjoint([path, *_around(path)])
+        and not any(part.isdigit() for part in path.split("."))
+        for name in _later_blocks(module.get_submodule(path), path, {*units, *parents})
+    ]
+    if missing:
+        raise PlacementError(
+            f"the placement has no device for {', '.join(map(repr, missing[:8]))} of "
+            f"{type(module).__name__}, as if it was solved for a model with fewer blocks: suggest "
+            "one for this model, or add them to layer_devices if the model does not run them"
+        )
+
+
+def _later_blocks(parent: nn.Module, path: str, placed: Container[str]) -> list[str]:
+    """Return the names of the blocks of a list after the last one that is placed.
+
+    A list of which one module is placed may have alternatives, such as heads, of which one runs.
+    """
+    blocks = {
+        int(name): (f"{path}.{name}" if path else name, child)
+        for name, child in parent.named_children()
+        if name.isdigit()
+    }
+    known = [number for number, (name, _) in blocks.items() if name in placed]
+    kinds = {type(blocks[number][1]) for number in known}
+    return [
+        name
+        for number, (name, child) in blocks.items()
+        if len(known) > 1
+        and number > max(known)
+        and type(child) in kinds
+        and any(True for _ in child.parameters())
+    ]
+
+
+def _around(path: str) -> list[str]:
+    """Return the paths of the modules around a module, innermost first."""
+    found = []
+    while path:
+        path = path.rpartition(".")[0]
+        found.append(path)
+    return found
 
 
 def _named(module: nn.Module, given: Any) -> str:
