@@ -459,18 +459,21 @@ def to_device_nest(nest: Any, place: torch.device) -> Any:
 
 
 def _target_advice(error: BaseException, batch: Batch, options: BatchOptions) -> str:
-    """Return another declaration of the target, if its loss failed and one is possible."""
-    is_of_loss = type(error) is StageError and error.layer == LOSS
-    if (
-        not is_of_loss
-        or len(batch.sizes) < 2
-        or not (others := other_dims(batch.goals.leaves, batch.goals.layout))
-    ):
+    """Return what to do about the target, if its loss failed and it may be the reason."""
+    if type(error) is not StageError or error.layer != LOSS:
         return ""
-    layout = batch.goals.layout
-    declaration = spelt_target(options, layout, *others[0])
+    goals = batch.goals
+    if not goals.leaves:
+        return (
+            f"loss_fn(output, target) got the target {goals.structure.unflatten([])!r}; if it "
+            "needs another one, call step(inputs, target)"
+        )
+    others = other_dims(goals.leaves, goals.layout) if len(batch.sizes) > 1 else []
+    if not others:
+        return ""
+    declaration = spelt_target(options, goals.layout, *others[0])
     return (
-        f"micro-batches cut {layout.description()}; if its samples lie elsewhere, give "
+        f"micro-batches cut {goals.layout.description()}; if its samples lie elsewhere, give "
         f"{declaration}"
     )
 

@@ -254,6 +254,21 @@ class _Branching(nn.Module):
         return result
 
 
+@pytest.mark.parametrize("chunks", [1, CHUNKS])
+@pytest.mark.parametrize("kind", [_Model, _Branching])
+def test_a_loss_that_lacks_its_target_says_so(kind: type[nn.Module], chunks: int) -> None:
+    # it was torch's "argument 'target' (position 2) must be Tensor, not NoneType" alone.
+    with logical_devices(3):
+        flow = DataFlow(kind().double())
+        flow.update_flow()
+        with pytest.raises(
+            StageError,
+            match=r"not NoneType; loss_fn\(output, target\) got the target None; if it needs "
+            r"another one, call step\(inputs, target\)$",
+        ):
+            flow.train_step(nn.CrossEntropyLoss())(_batch()[0], chunks=chunks)
+
+
 @pytest.mark.parametrize(
     ("phase", "place"), [("forward", "on cpu:1, layer 'two.0'"), ("backward", "on cpu:0")]
 )
