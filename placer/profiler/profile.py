@@ -44,6 +44,7 @@ from placer.profiler.profile_writer import fragmented_bytes, write
 from placer.profiler.progress import Bar, Shown, Step, progress_bar, require_shown
 from placer.schema import BatchOptions, ProfileOptions
 from placer.schema.options import combined
+from placer.utils.error_translation import reason
 from placer.utils.option_checks import require_flags
 
 _log = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ def _begin_on(device: torch.device) -> None:
     except torch.OutOfMemoryError as error:
         raise ProfilingError(
             f"{device} has too little memory free to begin with: end what holds it there, or leave "
-            f"it out of devices= ({str(error).splitlines()[0]})"
+            f"it out of devices= ({reason(error)})"
         ) from error
 
 

@@ -497,12 +497,22 @@ def test_what_is_no_model_is_refused(given: Any, told: str) -> None:
         quick_profile(given, torch.randn(2, 4))
 
 
-def test_a_device_without_memory_to_begin_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("CUDA out of memory. Tried to allocate 32 MiB.\nand more", r".* 32 MiB"),
+        ("", "OutOfMemoryError"),  # was an IndexError
+    ],
+)
+def test_a_device_without_memory_to_begin_with_is_named(
+    message: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(device: torch.device) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32 MiB.\nand more")
+        raise torch.OutOfMemoryError(message)
 
     monkeypatch.setattr(profile_module, "warm_libraries", full)
     with pytest.raises(
-        ProfilingError, match=r"cpu:0 has too little memory free .* out of devices= .*32 MiB.\)$"
+        ProfilingError,
+        match=rf"cpu:0 has too little memory free .* out of devices= \({reason}\)$",
     ):
         placer.profile(small_cnn(), torch.randn(2, 3, 16, 16), ["cpu:0"], progress=False)
