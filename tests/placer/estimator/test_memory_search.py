@@ -8,9 +8,11 @@ from random import Random
 
 import pytest
 
+from placer.estimator import memory_search
 from placer.estimator.device_sizes import cluster_of
 from placer.estimator.memory_search import Asked, ShorterTexts, SmallerBatches, estimated
-from placer.schema import Change, Edge, Estimate, Layer, Profile
+from placer.schema import Change, Edge, Estimate, Layer, Placement, PlacementRequest, Profile
+from placer.solver import solve as solver
 
 ASKED = Asked(
     chunks=1,
@@ -144,6 +146,23 @@ def test_where_nothing_fits_the_smallest_larger_sizes_are_solved() -> None:
     assert both.memory_bytes == (400, 400)
     for size, fits in ((400, True), (399, False)):
         assert on(f"{size},250", profile).fits is fits
+
+
+@pytest.mark.parametrize("proves", [True, False])
+def test_a_long_solve_follows_a_short_one_that_proves_nothing(
+    proves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def solve(request: PlacementRequest) -> Placement:
+        limits.append(request.work_limit)
+        found = solver.solve(request)
+        is_final = proves or request.work_limit is None
+        return found if is_final else found.model_copy(update={"status": "feasible"})
+
+    monkeypatch.setattr(memory_search, "solve", solve)
+    assert on("2x300", chain([100] * 4)).proven
+    assert limits == ([memory_search.FIRST_WORK] if proves else [memory_search.FIRST_WORK, None])
 
 
 def test_the_smallest_number_of_further_devices_is_solved() -> None:
