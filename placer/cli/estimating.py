@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -82,7 +83,9 @@ def _estimated(
         from placer.estimator.estimate import estimate as estimate_here
     subject, inputs = _subject(model, example)
     with spinner("estimating"), users_code():
-        return estimate_here(subject, inputs, devices, options=options)
+        found = estimate_here(subject, inputs, devices, options=options)
+    gc.freeze()  # all that was made stays: the process ends soon
+    return found
 
 
 def _subject(model: str, example: Example) -> tuple[Any, Any]:

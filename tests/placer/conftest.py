@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ _built = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.delenv("PLACER_URL", raising=False)
     monkeypatch.setattr(typer.main, "get_command", _built)
 
@@ -29,7 +30,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         captured = capsys.readouterr()
         return Answer(int(left.value.code or 0), captured.out, captured.err)
 
-    return run
+    yield run
+    gc.unfreeze()  # a command may freeze all objects, since its process ends
 
 
 @pytest.fixture

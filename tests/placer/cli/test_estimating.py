@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -53,6 +54,14 @@ def test_a_model_that_does_not_fit_ends_with_exit_code_3(run: Run) -> None:
     assert answer.code == 3
     assert plain(answer.out).startswith("does not fit on one 512 B device: the fullest needs ")
     assert "would fit   one device of " in plain(answer.out)
+
+
+def test_the_objects_of_an_estimate_are_not_searched_for_cycles(run: Run) -> None:
+    # the search that the pause had put off came before the answer, and took half a second.
+    gc.unfreeze()
+    assert run("estimate", *TOY).code == 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 100_000
 
 
 def test_the_report_has_the_answer_and_the_picture(run: Run, tmp_path: Path) -> None:
