@@ -78,7 +78,8 @@ def _measured(
     loaded, batch = example.load(model)
     _refuse_other_model(placement, loaded)
     module = loaded.train(placement.training)
-    used = {*placement.layer_devices.values(), *_replica_devices(placement)}
+    replicas = (one.device for members in placement.replicas.values() for one in members)
+    used = {*placement.layer_devices.values(), *replicas}
     flow = DataFlow(module, sorted(used))
     flow.update_flow(placement)
     if not placement.training:
@@ -105,11 +106,6 @@ def _refuse_other_model(placement: Placement, module: Any) -> None:
             f"the placement is of a model {placement.model}, and MODEL makes a {made}; give the"
             f" placement of this model, or a MODEL that makes a {placement.model}"
         )
-
-
-def _replica_devices(placement: Placement) -> set[str]:
-    """Return the devices that share stages with others."""
-    return {replica.device for members in placement.replicas.values() for replica in members}
 
 
 @expanded(RefineOptions)

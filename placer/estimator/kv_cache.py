@@ -99,7 +99,7 @@ def cache_bytes(
     Raises:
         InputError: the model has no cache, or it is unknown which module fills it.
     """
-    if not is_of_transformers(model):
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise InputError(
             f"generate is {tokens}, but {type(model).__name__} is not a model of transformers,"
             f" whose cache could be estimated; {remedy}"
@@ -110,11 +110,6 @@ def cache_bytes(
         size = filled.factor * _tensor_bytes(filled.content)
         found[layer] = found.get(layer, 0) + size
     return found
-
-
-def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model has a configuration of transformers."""
-    return hasattr(getattr(model, "config", None), "get_text_config")
 
 
 def cache_layers(

@@ -22,7 +22,8 @@ def name_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     layers = {layer.name for layer in request.profile.layers}
     devices = [device.name for device in request.devices]
     if missing := [layer.name for layer in request.profile.layers if layer.name not in where]:
-        yield _fault("layer-missing", missing, (), f"{_listed(missing)} {_have(missing)} no device")
+        have = "has" if len(missing) == 1 else "have"
+        yield _fault("layer-missing", missing, (), f"{_listed(missing)} {have} no device")
     if unknown := [name for name in where if name not in layers]:
         yield _fault(
             "layer-unknown", unknown, (), f"{_listed(unknown)}: the profile has no such layer"
@@ -179,7 +180,3 @@ def _fault(
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(repr(clip(name, 80)) for name in names[:5])
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
-
-
-def _have(names: Sequence[str]) -> str:
-    return "has" if len(names) == 1 else "have"

@@ -46,12 +46,13 @@ def refinement_table(refinement: Refinement) -> RenderableType:
 
 def _cells(stage: StageTime) -> tuple[str, ...]:
     loss_ms = stage.loss_forward_ms + stage.loss_backward_ms
+    off = stage.predicted_ms / stage.measured_ms - 1 if stage.measured_ms else None
     return (
         stage.device,
         str(len(stage.layers)),
         ms_text(stage.predicted_ms),
         ms_text(stage.measured_ms),
-        _off(stage.predicted_ms, stage.measured_ms),
+        "-" if off is None else f"{off:+.1%}",
         ms_text(loss_ms) if loss_ms else "",
     )
 
@@ -70,7 +71,3 @@ def _round_text(number: int, one: Round) -> str:
     shown = bytes_text if one.placement.objective == "memory" else ms_text
     text, was = shown(one.predicted_value), shown(one.measured_value)
     return f"round {number}     {one.placement.objective}: {text} predicted, {was} measured"
-
-
-def _off(predicted: float, measured: float) -> str:
-    return f"{predicted / measured - 1:+.1%}" if measured else "-"
