@@ -24,7 +24,6 @@ LARGE_BYTES = 256 * 1024
 def json_reply(
     request: Request,
     content: bytes,
-    status: int = 200,
     headers: Mapping[str, str] | None = None,
     *,
     tagged: bool = False,
@@ -34,7 +33,6 @@ def json_reply(
     Args:
         request: Request to answer.
         content: The JSON.
-        status: HTTP status.
         headers: Further headers.
         tagged: Whether to send an ETag, and a 304 if the client has this content.
     """
@@ -49,9 +47,9 @@ def json_reply(
         if accepts_gzip(request.headers.get("accept-encoding", "")):
             sent["Content-Encoding"] = "gzip"
             if len(content) >= LARGE_BYTES:
-                return _Large(content, status, headers=sent, media_type=JSON)
+                return _Large(content, headers=sent, media_type=JSON)
             content = _compressed(content)
-    return Response(content, status, headers=sent, media_type=JSON)
+    return Response(content, headers=sent, media_type=JSON)
 
 
 class _Large(Response):
