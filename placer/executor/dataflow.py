@@ -58,8 +58,8 @@ from placer.executor.state.assignment import (
     Assignment,
     layer_names,
     placing,
-    refuse_missing_blocks,
     refuse_unknown_layers,
+    warn_of_missing_blocks,
 )
 from placer.executor.state.model_lock import ModelLock
 from placer.executor.state.placed_weights import PlacedWeights
@@ -237,9 +237,8 @@ class DataFlow(nn.Module):
                 automatically.
 
         Raises:
-            PlacementError: if the placement has no layers, names unknown layers or devices, lacks
-                the last blocks of the model, does not fit into memory, or lets a parameter rest on
-                the host that cannot.
+            PlacementError: if the placement has no layers, names unknown layers or devices, does
+                not fit into memory, or lets a parameter rest on the host that cannot.
             InputError: if ``optimizer`` is not an optimizer, or the flow is applied at the moment.
         """
         given = optimizer_list(optimizer)
@@ -272,8 +271,7 @@ class DataFlow(nn.Module):
             placement: as ``update_flow`` takes it.
 
         Raises:
-            PlacementError: if the placement has no layers, names unknown layers or devices, or
-                lacks the last blocks of the model.
+            PlacementError: if the placement has no layers, or names unknown layers or devices.
         """
         found: Assignment = self._changes_of(placement)[0]["assignment"]
         return found
@@ -331,7 +329,7 @@ class DataFlow(nn.Module):
     def _adopted(self, placement: Placement) -> dict[str, Any]:
         """Return the settings that a placement decides, except those that follow from its map."""
         places = self._known_places(placement.layer_devices)
-        refuse_missing_blocks(self.module, placement)
+        warn_of_missing_blocks(self.module, placement)
         one_kind = len({place.type for place in (*self.settings.devices, *places.values())}) == 1
         has_rooms = placement.training and placement.schedule in ("interleaved", "zero-bubble")
         stated = placement.in_flight or (

@@ -14,6 +14,7 @@ from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.state.replication import ONE_PIPELINE, Replication, owners
 from placer.schema import Placement
 from placer.schema.base import MERGED, WHOLE, Tier
+from placer.utils.user_warnings import warn
 
 WRAPPERS = ("module", "_orig_mod")
 """Attributes under which DataParallel and similar wrappers, and torch.compile, hold the model."""
@@ -214,11 +215,12 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
                 )
 
 
-def refuse_missing_blocks(module: nn.Module, placement: Placement) -> None:
-    """Raise a PlacementError if a placement ends before the last blocks of the model.
+def warn_of_missing_blocks(module: nn.Module, placement: Placement) -> None:
+    """Warn if a placement ends before the last blocks of the model.
 
-    It was solved for a shallower model then. Other layers may be missing: those that do not run,
-    such as experts inside a block, are in no placement, and a map written by hand may have any.
+    It was solved for a shallower model then, or the model does not run them. Other layers may be
+    missing: those that do not run, such as experts inside a block, are in no placement, and a map
+    written by hand may have any.
 
     Args:
         module: the model; it has all layers of the placement.
@@ -238,10 +240,10 @@ def refuse_missing_blocks(module: nn.Module, placement: Placement) -> None:
         for name in _later_blocks(module.get_submodule(path), path, {*units, *parents})
     ]
     if missing:
-        raise PlacementError(
+        warn(
             f"the placement has no device for {', '.join(map(repr, missing[:8]))} of "
-            f"{type(module).__name__}, as if it was solved for a model with fewer blocks: suggest "
-            "one for this model, or add them to layer_devices if the model does not run them"
+            f"{type(module).__name__}, and they go to any of its devices. If the model "
+            "runs them, the placement was solved for a model with fewer blocks: suggest another"
         )
 
 

@@ -177,7 +177,7 @@ def test_a_placement_of_nothing_is_refused() -> None:
             "loss_fn is given without target; give both to measure the loss, or neither",
         ),
         (
-            {"model": zoo.gpt(2, 16, 2, 16, 60)},
+            {"model": zoo.gpt(3, 16, 2, 16, 50)},
             r"GPT have \d+ bytes of parameters, the profile's layers \d+",
         ),
         ({"loss_fn": nn.CrossEntropyLoss, "target": TOKENS}, r"such as CrossEntropyLoss\(\)"),
