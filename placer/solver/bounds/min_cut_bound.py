@@ -38,9 +38,6 @@ ENDLESS = 4 * STEPS
 MOST_PINS = 20_000
 """Pins of all nets above which minimum cuts would take longer than a second."""
 
-MOST_CUTS = 400
-"""The most minimum cuts, a second in large graphs."""
-
 Pins = tuple[int, ...]
 
 
@@ -97,13 +94,12 @@ def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) 
     # least(v). Nodes with a high limit come first: they raise `best`, and then most nodes need no
     # cut.
     most = [min(time, other) for time, other in zip(_isolated(work, nets), alone, strict=True)]
-    best, cuts = 0.0, 0
+    best = 0.0
     found: list[NodeBound] = []
     cutter = Cutter(work, nets)
     for node in sorted(range(len(work)), key=lambda node: -most[node]):
-        if most[node] <= best or cuts >= MOST_CUTS:
+        if most[node] <= best:
             continue
-        cuts += 1
         value, members = cutter.least([node])
         if min(value, alone[node]) > best:
             best = min(value, alone[node])

@@ -38,7 +38,7 @@ from placer.solver.chain.optimal_cuts import ROWS
 from placer.solver.contiguous import ideal_frontiers
 from placer.solver.contiguous.class_windows import ClassNets, Graph, Windows
 from placer.solver.contiguous.ideal_frontiers import Between, Frontier, Range
-from placer.solver.contiguous.transfer_windows import MOST_NODES, MOST_PINS, narrowed_windows
+from placer.solver.contiguous.transfer_windows import MOST_PINS, narrowed_windows
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.cpsat.stage_windows import members, neighbourhood, work_on
 from placer.solver.memory import FootprintCache
@@ -133,7 +133,6 @@ def applies(problem: Problem, nodes: Reduction) -> bool:
         and not problem.untaxed
         and (problem.one_link is None or (problem.training and can_bind(problem)))
         and _number_of_orders(problem) <= MOST_ORDERS
-        and len(nodes.nodes) <= MOST_NODES
         and sum(1 + len(value.readers) for value in problem.values) <= MOST_PINS
     )
 

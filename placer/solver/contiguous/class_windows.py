@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ortools.graph.python import max_flow
 
 from placer.schema import Link
-from placer.solver.contiguous.stage_program import TIME_STEPS
+from placer.solver.cpsat.variables import TIME_STEPS
 from placer.solver.problem import ROUNDING, Problem, Value
 from placer.solver.reduce import Reduction
 
@@ -156,9 +156,6 @@ Steps = NDArray[np.int64]
 ENDLESS = 512 * TIME_STEPS
 """Capacity that no cut reaches, in steps of the bottleneck."""
 
-ROUNDS = 4
-"""The most passes over all stages: later passes hardly narrow the windows."""
-
 
 @dataclass(frozen=True)
 class Graph:
@@ -204,16 +201,14 @@ class Windows:
         self.cuts = 0
 
     def narrow(self) -> None:
-        """Go over the stages, forwards and backwards, as long as that tells more."""
-        stages = range(len(self.order))
-        for _ in range(ROUNDS if self.possible else 0):
+        """Go over the stages, forwards and backwards, until no window gets narrower."""
+        stages, known = range(len(self.order)), None
+        while self.possible and known != self._known:
             known = self._known
             for stage in (*stages, *reversed(stages)):
                 self._narrow_at(stage)
                 if not self.possible:
                     return
-            if self._known == known:
-                return
 
     @property
     def _known(self) -> int:

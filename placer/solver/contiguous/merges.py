@@ -34,10 +34,6 @@ from placer.solver.cpsat.stage_windows import neighbourhood
 from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of
 from placer.solver.reduce import Net, Reduction, joined, joined_nets
 
-MOST_PAIRS = 10_000
-"""The most pairs of neighbours that minimum cuts compare, a second in large graphs."""
-
-
 Pair = tuple[int, int]
 
 
@@ -121,7 +117,7 @@ def _needing(
     needs: set[Pair] = set()
     for node, neighbours in enumerate(near):
         for other in sorted(neighbours - {node}):
-            if (node, other) in parted or len(needs) + len(parted) >= MOST_PAIRS:
+            if (node, other) in parted:
                 continue
             if over():
                 return needs

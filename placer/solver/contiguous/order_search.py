@@ -17,7 +17,7 @@ from placer.solver import costs
 from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous import class_orders, stage_program
 from placer.solver.contiguous.class_orders import Chain, ClassOrders, Memory, Order
-from placer.solver.contiguous.stage_search import nodes_within
+from placer.solver.contiguous.stage_search import SWEEP, has_wide_gap, nodes_within
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.search import Search
@@ -38,17 +38,8 @@ class _Ends(NamedTuple):
 ENDS = _Ends()
 
 
-MOST_QUESTIONS = 3
-"""The most times that an order is asked for something better."""
-
-LOW_TARGET = 0.9
-"""Share of the best known that is asked for first: refuted quickly, a bound if time is short."""
-
 GROWTH_FACTORS = (1.2, 1.5, 2.0, 3.0, 5.0)
 """Multiples of the bound that are tried in turn where no placement is known."""
-
-FEW_NODES = 500
-"""Nodes above which the low target is not refuted quickly, and is left out."""
 
 
 def none_in_any_order(search: Search) -> bool:
@@ -137,20 +128,18 @@ def search_orders(search: Search) -> bool:
         search: with a placement, of a problem that ``class_orders.applies`` to.
     """
     likely = _likely_first(search, class_orders.orders(search.problem))
-    bounds = dict.fromkeys(likely, search.bound)
-    low = [LOW_TARGET] if len(search.nodes.nodes) <= FEW_NODES else []
-    for share in (*low, *[1.0] * MOST_QUESTIONS):
+    bounds, known = dict.fromkeys(likely, search.bound), None
+    # A bottleneck within a wide gap is refuted quickly, and is the bound if time is short.
+    if has_wide_gap(search) and not _refute_each(search, bounds, 1 - SWEEP.wide_gap / 2):
+        return False
+    while search.open() and bounds != known:
         known = dict(bounds)
-        if not _refute_each(search, bounds, share):
+        if not _refute_each(search, bounds):
             return False
-        least = min(bounds.values())
-        search.prove(search.nothing_below() if least >= search.better() else least)
-        if not search.open() or (bounds == known and share == 1.0):
-            break
     return True
 
 
-def _refute_each(search: Search, bounds: dict[Order, float], share: float) -> bool:
+def _refute_each(search: Search, bounds: dict[Order, float], share: float = 1.0) -> bool:
     """Ask each order that may have something better for it; whether each was answered.
 
     Args:
@@ -169,6 +158,8 @@ def _refute_each(search: Search, bounds: dict[Order, float], share: float) -> bo
         if chain is None:
             return False
         bounds[order] = max(bound, min(chain.bound, upper))
+    least = min(bounds.values())
+    search.prove(search.nothing_below() if least >= search.better() else least)
     return True
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from placer.solver import costs
 from placer.solver.components import closed_groups
-from placer.solver.contiguous.stage_program import TIME_STEPS, StageModel, Sum
+from placer.solver.contiguous.stage_program import StageModel, Sum
+from placer.solver.cpsat.variables import TIME_STEPS
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction, joined
 from placer.solver.search import Search

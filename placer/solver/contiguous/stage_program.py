@@ -33,6 +33,7 @@ from placer.solver.contiguous.transfer_windows import narrowed_windows
 from placer.solver.cpsat.model import MOST_RULES
 from placer.solver.cpsat.peak_constraints import PeakConstraints
 from placer.solver.cpsat.runner import Answer, Limits, run
+from placer.solver.cpsat.variables import BYTE_STEPS, TIME_STEPS
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Net, Reduction, best_link, joined_nets
 
@@ -127,12 +128,6 @@ def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -
         links=tuple(tuple(quickest if a != b else None for b in numbers) for a in numbers),
     )
 
-
-TIME_STEPS = 2**31
-"""Integer steps of the known bottleneck: nine digits, and sums stay far below 2**63."""
-
-BYTE_STEPS = 2**40
-"""Integer steps of the largest memory use: bytes are exact up to a terabyte."""
 
 Literal = cp_model.IntVar
 Prefix = cp_model.IntVar | bool

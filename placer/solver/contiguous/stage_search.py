@@ -48,7 +48,7 @@ class _Sweep(NamedTuple):
         first: work of each question of the first sweep.
         growth: factor of the work from sweep to sweep.
         questions: the most times that a sweep asks for anything better.
-        wide_gap: relative gap above which a short question comes before parts are improved.
+        wide_gap: relative gap above which short questions come first.
         short: work of the short question.
         group_share: share of a question's work for each group of stages that is redivided.
         best_share: share of a question's work for the best placement once a better one exists.
@@ -152,7 +152,7 @@ def sweep(search: Search, *, parts: bool = True) -> None:
             return
         work = SWEEP.first * SWEEP.growth**turn
         known, done = (search.value, search.bound), search.meter.done
-        wide = search.value - search.bound > SWEEP.wide_gap * search.value
+        wide = has_wide_gap(search)
         _anything_better(search, SWEEP.short if wide else work)
         if parts and wide and search.open():
             _bound_by_parts(search, work)
@@ -164,6 +164,11 @@ def sweep(search: Search, *, parts: bool = True) -> None:
             # no question was cut short: asked again, each has the same answer, which costs do not
             # bear out
             return
+
+
+def has_wide_gap(search: Search) -> bool:
+    """Return whether the best known is so far from the bound that short questions come first."""
+    return search.value - search.bound > SWEEP.wide_gap * search.value
 
 
 def _bound_by_parts(search: Search, work: float) -> None:
@@ -293,9 +298,6 @@ def _improve(search: Search, work: float, wide: bool) -> None:
 GROWTH = 1.5
 """Factor of a part's layers over the part before: few parts, none much too large."""
 
-MOST_LAYERS = 400
-"""The most layers of a part: larger ones are as hard as the whole."""
-
 
 def parts(problem: Problem, devices: list[int]) -> Iterator[list[int]]:
     """Yield ever more layers around the busiest stage, ascending; never all of them.
@@ -314,7 +316,7 @@ def parts(problem: Problem, devices: list[int]) -> Iterator[list[int]]:
 
     nearest = sorted(range(len(devices)), key=distance)
     size = float(1 + sum(stage_of[device] == busiest for device in devices))
-    while size < min(len(devices), MOST_LAYERS + 1):
+    while size < len(devices):
         yield sorted(nearest[: int(size)])
         size *= GROWTH
 

@@ -25,12 +25,8 @@ from placer.solver.reduce import Reduction
 
 Windows = list[tuple[int, int]]
 
-MOST_NODES = 1_000
-"""Nodes above which the minimum cuts of all stages take too long."""
 MOST_PINS = 4_000
-"""The same for pins of nets."""
-ROUNDS = 2
-"""Passes over both directions: a third hardly narrows the windows."""
+"""Pins of nets above which the minimum cuts of all stages take too long."""
 
 
 def narrowed_windows(problem: Problem, nodes: Reduction, upper: float) -> Windows:
@@ -46,10 +42,10 @@ def narrowed_windows(problem: Problem, nodes: Reduction, upper: float) -> Window
     """
     windows = stage_windows(problem, nodes, upper)
     reach = _reach(problem, nodes, upper) if upper > 0 else None
-    for _ in range(ROUNDS if reach is not None else 0):
-        before = windows
-        windows = reach.narrowed(windows) if reach is not None else windows
-        if windows == before or any(first > last for first, last in windows):
+    before = None
+    while reach is not None and windows != before:
+        before, windows = windows, reach.narrowed(windows)
+        if any(first > last for first, last in windows):
             break
     return windows
 
@@ -59,12 +55,7 @@ def _reach(problem: Problem, nodes: Reduction, upper: float) -> _Reach | None:
     nets = nets_by_pins(problem, nodes)
     work = [least_ms(problem, nodes, node) for node in range(count)]
     pins = sum(map(len, nets))
-    if (
-        problem.request.transfers != "added"
-        or count > MOST_NODES
-        or pins > MOST_PINS
-        or not 0 < sum(work) < inf
-    ):
+    if problem.request.transfers != "added" or pins > MOST_PINS or not 0 < sum(work) < inf:
         return None
     alone = [alone_ms(problem, nodes, node) for node in range(count)]
     before, behind = neighbourhood(problem, nodes)

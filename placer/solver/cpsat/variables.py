@@ -25,7 +25,7 @@ from placer.solver.reduce import Reduction, joined_nets
 
 Term = cp_model.LinearExpr | int
 
-TIME_STEPS = 2**32
+TIME_STEPS = 2**31
 """Integer steps of the largest time: nine digits, and sums stay far below 2**63."""
 
 BYTE_STEPS = 2**50

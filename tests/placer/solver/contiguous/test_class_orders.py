@@ -104,6 +104,24 @@ def test_a_search_by_orders_keeps_its_bound_below_the_best_and_ends_with_it(
         assert search.bound == pytest.approx(best, rel=1e-5)
 
 
+def test_when_time_ends_behind_a_first_look_at_all_orders_it_has_raised_the_bound(
+    two_hosts, monkeypatch
+):
+    problem = replace(Problem.from_request(two_hosts), contiguous=True)
+    search = Portfolio(problem)
+    search.request, search.nodes = problem.request, reduced(problem)
+    for devices in every_map(problem, search.nodes):
+        search.offer(devices if costs.judged(problem, devices) else None, "given")
+    left, best = iter(range(len(class_orders.orders(problem)))), ClassOrders.best
+    monkeypatch.setattr(
+        ClassOrders,
+        "best",
+        lambda *given: None if next(left, None) is None else best(*given),
+    )
+    assert not search_orders(search)
+    assert search.bound == pytest.approx(0.9 * search.value)
+
+
 def every_map(problem, nodes):
     """Return every way to place the nodes, by layer."""
     for chosen in itertools.product(range(len(problem.devices)), repeat=len(nodes.nodes)):
