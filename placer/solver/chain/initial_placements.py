@@ -30,11 +30,9 @@ from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.problem import ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction, best_link, exchanges, reduced
 
-MOST_ORDERS = 20
-"""The most random orders that are cut; the first quarter is independent of the best so far."""
-
 MOST_WORK, MOST_TABLE_WORK = 0.8, 8 / 3
-"""The most work of all their cuts, and of the tables for them: a fraction of a second, seconds."""
+"""The most work of all cuts of random orders, and of their tables: below a second, and seconds."""
+
 PATIENCE = 4
 """Orders without improvement after which no more follow."""
 
@@ -86,14 +84,11 @@ def other_orders(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Sta
     """Yield cuts of random topological orders, as many as take little time."""
     if not optimal_cuts.is_only_order(problem, nodes):
         numbers = optimal_cuts.work_of_cut(problem, nodes)
-        ends = len(problem.layers) + optimal_cuts.ends_of_values(
-            problem, optimal_cuts.runs_at_first(problem)
-        )
+        ends = len(problem.layers) + optimal_cuts.ends_of_values(problem)
         # The table of the cut and the tables of its intervals both take time, each with its own
         # time per entry.
         work = numbers / PER_WORK.numbers + ends / PER_WORK.ends
         turns = min(
-            MOST_ORDERS,
             int(MOST_WORK * PER_WORK.numbers) // numbers,
             int(MOST_TABLE_WORK * PER_WORK.ends) // ends,
         )
@@ -126,7 +121,7 @@ def _climb(
         if over():
             return
         # The first orders are independent; later ones change a share of the best order's ranks.
-        share = 1.0 if turn < MOST_ORDERS // 4 else random.choice((0.02, 0.1, 0.3))
+        share = 1.0 if turn <= PATIENCE else random.choice((0.02, 0.1, 0.3))
         rank = [random.random() if random.random() < share else old for old in best_rank]
         tried = ways[turn] if turn < len(ways) else way
         cut = optimal_cuts.best_cut(problem, nodes, tried(rank), exchanged)

@@ -44,9 +44,6 @@ from numpy.typing import NDArray
 
 from placer.solver.problem import Problem, Value
 
-LEAST_RUN = 64
-"""Steps up to which single steps are counted: a run of steps costs as much as so many."""
-
 
 class _Hold(NamedTuple):
     """What some stages hold at some steps, once a block has joined them.
@@ -93,7 +90,7 @@ class _Held:
     def __init__(self, blocks: int, steps: int) -> None:
         self.worst = np.zeros(blocks, np.int64)
         # Runs of about sqrt(steps) balance the two parts of `add`: whole runs and single steps.
-        self._run = max(isqrt(steps), LEAST_RUN)
+        self._run = isqrt(steps)
         runs = -(-steps // self._run)
         # Split of the held bytes at a step, so that a long hold touches few numbers:
         #    held[first, step] = _throughout[first, step // run] + _partly[first, step]

@@ -42,13 +42,10 @@ from placer.solver.reduce import Exchange, Reduction, exchanges
 Table = NDArray[np.float64]
 Counts = tuple[int, ...]
 
-MOST_NODES, FEWEST_RUNS = 512, 64
-"""The most runs of nodes of a cut, and the fewest it falls to: tables grow with the square."""
+MOST_NODES = 512
+"""The most runs of nodes of a first cut: its tables grow with the square."""
 MOST_STATES = 4096
 """The most numbers of devices by class in a table; with more, classes are joined."""
-
-MOST_ENDS = 60_000
-"""Ends of values in runs above which there are fewer runs: each takes some microseconds."""
 
 ROWS = 64
 """Rows of a table that are computed together, so that they stay in the core's cache."""
@@ -85,7 +82,7 @@ def best_cut(
         order: another topological order of the nodes; theirs if left out.
         exchanged: as ``nets.exchanges`` tells it, where it is known.
     """
-    runs = even_runs(problem, nodes, order or range(len(nodes.nodes)), runs_at_first(problem))
+    runs = even_runs(problem, nodes, order or range(len(nodes.nodes)), MOST_NODES)
     return cut_of_blocks(problem, nodes, runs, exchanged)
 
 
@@ -155,23 +152,12 @@ def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
 
 def work_of_cut(problem: Problem, nodes: Reduction) -> int:
     """Return about how many table entries a cut computes."""
-    return choices_of_devices(problem) * min(len(nodes.nodes), runs_at_first(problem)) ** 2
+    return choices_of_devices(problem) * min(len(nodes.nodes), MOST_NODES) ** 2
 
 
-def runs_at_first(problem: Problem) -> int:
-    """Return the most runs into which an order of many nodes is cut.
-
-    There are fewer runs if values have many ends in them.
-    """
-    runs = MOST_NODES
-    while runs > FEWEST_RUNS and ends_of_values(problem, runs) > MOST_ENDS:
-        runs //= 2
-    return runs
-
-
-def ends_of_values(problem: Problem, runs: int) -> int:
+def ends_of_values(problem: Problem) -> int:
     """Return in how many runs values may be made or read, summed over all values."""
-    return sum(min(1 + len(value.readers), runs) for value in problem.values)
+    return sum(min(1 + len(value.readers), MOST_NODES) for value in problem.values)
 
 
 def choices_of_devices(problem: Problem) -> int:
@@ -346,7 +332,7 @@ def finer_cuts(
         left_s: the time that is left.
     """
     count, borders = len(nodes.nodes), _borders(nodes, devices) if devices else []
-    number = runs_at_first(problem)
+    number = MOST_NODES
     if count <= number or len(borders) >= len(problem.devices):
         return
     exchanged, best, most = exchanges(problem, nodes), inf, _most_runs(problem)

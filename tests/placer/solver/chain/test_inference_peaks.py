@@ -6,7 +6,6 @@ from random import Random
 import pytest
 
 from placer.schema import Cluster, Device, Edge, Layer, PlacementRequest, Profile
-from placer.solver.chain import interval_peaks as by_run
 from placer.solver.chain.interval_peaks import inference_moments
 from placer.solver.problem import Problem
 
@@ -59,15 +58,9 @@ def differing(problem, blocks):
     ]
 
 
-@pytest.mark.parametrize(
-    "least_run", [by_run.LEAST_RUN, 1], ids=["one run", "runs of up to 3 steps"]
-)
 @pytest.mark.parametrize("shuffled", [False, True], ids=["the profile's order", "any order"])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_interval_holds_what_a_device_with_its_layers_does(
-    seed, shuffled, least_run, monkeypatch
-):
-    monkeypatch.setattr(by_run, "LEAST_RUN", least_run)
+def test_each_interval_holds_what_a_device_with_its_layers_does(seed, shuffled):
     random = Random(seed)
     for _ in range(60):
         problem = drawn(random)

@@ -93,19 +93,12 @@ def cuts(monkeypatch):
 def test_no_more_orders_are_cut_when_the_time_is_over(branched, cuts, monkeypatch):
     clock = iter(range(1_000_000))
     monkeypatch.setattr(search, "monotonic", lambda: 4.0 * next(clock))
-    monkeypatch.setattr(initial_placements, "PATIENCE", initial_placements.MOST_ORDERS)
+    monkeypatch.setattr(initial_placements, "PATIENCE", 20)
     placement = Portfolio(Problem.from_request(branched), began=0.0).answer()
     assert placement.status == "feasible" and len(cuts) == 1
 
 
 def test_no_more_orders_are_cut_when_the_work_is_done(branched, cuts, monkeypatch):
-    monkeypatch.setattr(initial_placements, "PATIENCE", initial_placements.MOST_ORDERS)
+    monkeypatch.setattr(initial_placements, "PATIENCE", 20)
     Portfolio(Problem.from_request(branched), meter=Meter(limit=1e-9)).answer()
     assert len(cuts) < 3
-
-
-def test_an_order_whose_values_have_many_ends_is_cut_between_fewer_runs(branched, monkeypatch):
-    problem = Problem.from_request(branched)
-    assert optimal_cuts.runs_at_first(problem) == optimal_cuts.MOST_NODES
-    monkeypatch.setattr(optimal_cuts, "MOST_ENDS", 50)
-    assert optimal_cuts.runs_at_first(problem) == optimal_cuts.FEWEST_RUNS

@@ -81,18 +81,6 @@ def cuts(problem, nodes, left_s=inf):
     return first, list(optimal_cuts.finer_cuts(problem, nodes, first.devices, lambda: left_s))
 
 
-def test_an_order_that_is_first_cut_between_few_runs_as_its_values_have_many_ends_is_cut_anywhere(
-    monkeypatch,
-):
-    monkeypatch.setattr(optimal_cuts, "FEWEST_RUNS", 4)
-    monkeypatch.setattr(optimal_cuts, "MOST_ENDS", 10)
-    request = row(Random(3), layers=11, devices=3)
-    problem = Problem.from_request(request)
-    assert optimal_cuts.runs_at_first(problem) == 4
-    _, found = cuts(problem, reduced(problem))
-    assert found[-1].value == found[-1].bound == pytest.approx(best_of_all_cuts(request))
-
-
 @pytest.mark.parametrize("memory_bytes", [1_000, 18], ids=["room", "little room"])
 @pytest.mark.parametrize("seed", range(15))
 def test_the_last_cut_is_the_best_of_all_and_proven(seed, memory_bytes, of_four_runs):
