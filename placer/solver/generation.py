@@ -69,9 +69,6 @@ from placer.solver.search import Incumbent, Progress
 
 Solve = Callable[[PlacementRequest, Progress | None], Placement]
 
-SHARES = (1 / 3, 1 / 2, 1.0)
-"""Shares of the remaining time for each of the three questions."""
-
 
 class Passes(NamedTuple):
     """The profiles of both passes, and what is generated.
@@ -237,8 +234,9 @@ def _best_of_three(
     few = rules.model_copy(update={"max_devices": max(flight, rules.min_devices or 1)})
     questions: list[dict[str, Any]] = [{}, {"constraints": few}, {"objective": "latency"}]
     answers = []
-    for share, changed in zip(SHARES, questions, strict=True):
-        left_s = share * (asked.time_limit_s - (monotonic() - began))
+    for number, changed in enumerate(questions):
+        # equal parts of the time that is left
+        left_s = (asked.time_limit_s - (monotonic() - began)) / (len(questions) - number)
         limit = {"time_limit_s": max(left_s, 0.01 * asked.time_limit_s)}
         answers.append(solve(asked.model_copy(update={**changed, **limit}), None))
     steady, _, quick = answers

@@ -21,8 +21,8 @@ ROUNDING = 1e-9
 SAME = 1e-12
 """Relative difference below which two objectives or times are equal."""
 
-HALVINGS = 40
-"""Halvings of an interval in a binary search: they reduce it to a 1e-12th."""
+FREE_LINK = Link(source="any", target="other", bandwidth_bytes_per_s=1e18)
+"""A link of the highest bandwidth: transfers over it take no time."""
 
 
 @dataclass(frozen=True)

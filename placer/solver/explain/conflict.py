@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from ortools.sat.python import cp_model
 
-from placer.schema import Infeasibility, Link, PlacementRequest
+from placer.schema import Infeasibility, PlacementRequest
 from placer.schema.base import LARGEST_BYTES
 from placer.solver import costs
 from placer.solver.bounds import memory_bounds
@@ -33,12 +33,10 @@ from placer.solver.components import closed_groups
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer
 from placer.solver.explain.infeasible import CONTRADICTION, listed, plain_reason
-from placer.solver.problem import ROUNDING, Problem
+from placer.solver.problem import FREE_LINK, ROUNDING, Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.step.choices import bottleneck_of
 from placer.utils.units import bytes_text
-
-FREE = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
 
 Numbers = frozenset[int]
 IMPOSSIBLE: Numbers = frozenset({-1})
@@ -289,7 +287,7 @@ class Conflict:
             else min(count, len(problem.layers)),
             least_devices=problem.least_devices if "least" in kinds else 1,
             most_layers=problem.most_layers if "layers" in kinds else None,
-            links=problem.links if "links" in kinds else ((FREE,) * count,) * count,
+            links=problem.links if "links" in kinds else ((FREE_LINK,) * count,) * count,
             devices=tuple(
                 device if index in limited else device.model_copy(update=ample)
                 for index, device in enumerate(problem.devices)

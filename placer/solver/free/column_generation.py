@@ -50,7 +50,7 @@ from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.set_covering import Covering, Owned
 from placer.solver.free.set_graph import SetGraph, set_graph
 from placer.solver.free.subset_sweep import Found, Stopped, Subsets
-from placer.solver.problem import HALVINGS, ROUNDING, Problem
+from placer.solver.problem import ROUNDING, SAME, Problem
 from placer.solver.reduce import Reduction
 
 MOST_SCALE = 40
@@ -264,7 +264,7 @@ class _Shares:
     def _of_work(self, prices: Sequence[float]) -> float:
         """Return the bottleneck within which devices hold all nodes of worth, without transfers."""
         low, high, whole = self.known, self.upper, sum(prices)
-        for _ in range(HALVINGS):
+        while high - low > SAME * self.upper:
             middle = (low + high) / 2
             # Fractional knapsacks: an upper limit of the worth that all devices hold within
             # `middle`.
@@ -331,7 +331,8 @@ class _Shares:
             whole, least = rounded.pop(best)
             found = []
             for kind, (subsets, one) in enumerate(zip(searches, least, strict=True)):
-                found.append(self._counted(subsets.search(list(whole / one), 1 - 0.5 / one)))
+                light = subsets.search(list(whole / one), 1 - 0.5 / one, LABELS.usual)
+                found.append(self._counted(light))
                 self._keep(kind, found[-1].nodes, self.upper)
             self.known = max(self.known, min(self.upper, *(one.least_ms for one in found)))
 

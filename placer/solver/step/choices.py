@@ -9,7 +9,6 @@ from math import inf
 
 from placer.schema import (
     Infeasibility,
-    Link,
     Placement,
     PlacementRequest,
     Profile,
@@ -17,7 +16,7 @@ from placer.schema import (
     StepChoice,
 )
 from placer.solver import costs
-from placer.solver.problem import Problem
+from placer.solver.problem import FREE_LINK, Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.replicas.replica_shapes import question_of_first_pipeline
 from placer.solver.replicas.replication import Replication
@@ -34,9 +33,6 @@ ON_ONE_DEVICE: tuple[Schedule, ...] = ("zero-bubble", "1f1b", "fill-drain", "int
 """The same for one device, on which all schedules take equally long by the model. Weight gradients
 with a pass of their own use two streams: on an H100, a step of ResNet-101 takes 3% less, one of a
 U-Net 2%, one of a GPT no less."""
-
-INSTANT_BYTES_PER_S = 1e18
-"""The highest bandwidth of a link: transfers over it take no time."""
 
 
 @dataclass
@@ -94,10 +90,9 @@ def with_few_crossings(problem: Problem) -> Problem:
 
 def work_alone(problem: Problem) -> Problem:
     """Return the same question without transfer times: several lanes may overlap on a device."""
-    link = Link(source="any", target="other", bandwidth_bytes_per_s=INSTANT_BYTES_PER_S)
     numbers = range(len(problem.devices))
     links = tuple(
-        tuple(link if a != b and problem.links[a][b] is not None else None for b in numbers)
+        tuple(FREE_LINK if a != b and problem.links[a][b] is not None else None for b in numbers)
         for a in numbers
     )
     return replace(problem, links=links)

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from placer.schedule import in_flight
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
-from placer.solver.problem import HALVINGS, ROUNDING, Problem, arcs_of
+from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of
 from placer.solver.reduce import Reduction
 from placer.solver.replicas.gradient_exchange import LayerMs, SlotBound
 
@@ -344,7 +344,8 @@ class _Row:
             return low
         # `_reach` grows with the step, so bisection finds the smallest feasible one. `low` stays
         # infeasible, hence a lower bound.
-        for _ in range(HALVINGS):
+        precision_ms = SAME * high
+        while high - low > precision_ms:
             middle = (low + high) / 2
             if self._holds_all(middle):
                 high = middle
