@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from placer.solver.cpsat.runner import PER_WORK
+from placer.solver.free.column_generation import LABELS
 from placer.solver.free.set_graph import SetGraph, set_graph
 from placer.solver.free.subset_sweep import Stopped, Subsets
 from placer.solver.problem import ROUNDING, Problem
@@ -52,7 +53,7 @@ def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) ->
         prices = [1 / held if node in counted else 0.0 for node in range(len(heavy))]
         try:
             # Each counted node is worth 1 / held. The margin of half a node allows for rounding.
-            found = subsets.search(prices, 1 - 0.5 / held)
+            found = subsets.search(prices, 1 - 0.5 / held, LABELS.usual)
         except Stopped:
             break
         bound = max(bound, min(found.least_ms, upper))

@@ -19,9 +19,6 @@ MANY = 100
 MOST_NODES = 1_500
 """Nodes above which sweeps take too long."""
 
-MOST_KINDS = 4
-"""The most kinds of devices; with more, all count as the best of them."""
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -103,9 +100,9 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
         return None
     alike = Counter((links[device], _able_ms(nodes, work, device)) for device in paying)
     fastest = Kind(min(len(paying), problem.most_devices), *cuts[best], least)
-    # Each kind needs a search of its own. If some devices must stay unused, it is also open how
-    # many of each kind are used. Then all of them count as the fastest.
-    distinguished = len(alike) <= MOST_KINDS and len(paying) <= problem.most_devices
+    # If some devices must stay unused, it is open how many of each kind are used. Then all of them
+    # count as the fastest.
+    distinguished = len(paying) <= problem.most_devices
     kinds = [Kind(count, *cuts[link], list(able)) for (link, able), count in alike.items()]
     free = [work[device] for device in sorted(problem.untaxed)]
     return SetGraph(kinds if distinguished else [fastest], fastest, free)

@@ -173,13 +173,9 @@ class _Sweep:
         return [len(pins) for pins in self.nets]
 
 
-LOAD_STEPS = 2**31
-"""Integer steps of the largest load: nine digits."""
-WORTH_STEPS = 2**30
-"""Integer steps of a worth of one: nine digits, and worths stay below 2**63."""
-MOST_LABELS = 6_000
-"""Labels of a sweep at one step by default."""
-FIRST_RATES = np.geomspace(0.05, 8.0, 24) * WORTH_STEPS / LOAD_STEPS
+STEPS = 2**30
+"""Integer steps of the largest load and of a worth of one: nine digits; sums stay below 2**63."""
+FIRST_RATES = np.geomspace(0.05, 8.0, 24)
 """Multipliers of the first search, for any slope."""
 NEAR_RATES = (0.55, 0.75, 0.87, 0.95, 1.0, 1.05, 1.15, 1.33, 1.8)
 """Multipliers of later searches, relative to the best ones of the last."""
@@ -234,16 +230,14 @@ class Subsets:
         for step in steps:
             cost = step.cut_ms.copy()
             cost[:, 0] += work_ms[step.node]
-            scaled = np.minimum(
-                np.floor(cost * (LOAD_STEPS / most_ms * (1 - 1e-12))), LOAD_STEPS + 1
-            )
+            scaled = np.minimum(np.floor(cost * (STEPS / most_ms * (1 - 1e-12))), STEPS + 1)
             self._costs.append(scaled.astype(np.int64))
 
     def search(
         self,
         prices: Sequence[float],
         enough: float,
-        most_labels: int = MOST_LABELS,
+        most_labels: int,
         real: bool = False,
     ) -> Found:
         """Look for sets whose prices come to ``enough``.
@@ -259,11 +253,11 @@ class Subsets:
         Raises:
             Stopped: the search is over.
         """
-        worth = [ceil(prices[step.node] * WORTH_STEPS) for step in self._steps]
+        worth = [ceil(prices[step.node] * STEPS) for step in self._steps]
         rests = self._rests(worth)
-        least = ceil(enough * WORTH_STEPS) - 1
+        least = ceil(enough * STEPS) - 1
         found = None
-        if (rests[1][0][:, 0] + rests[0] * LOAD_STEPS).min() > least:
+        if (rests[1][0][:, 0] + rests[0] * STEPS).min() > least:
             found = self._labelled(worth, least, rests, most_labels, real)
         return found or Found(self._most_ms, enough, frozenset())
 
@@ -281,7 +275,7 @@ class Subsets:
             options = rest[-1][:, step.after] - rates * cost
             options[:, :, 0] += gain
             rest.append(options.max(axis=2))
-        bounds = rest[-1][:, 0] + self._rates * LOAD_STEPS
+        bounds = rest[-1][:, 0] + self._rates * STEPS
         order = np.argsort(bounds, kind="stable")[:KEPT_RATES]
         # The next search has similar prices, so its best rates are near these.
         kept = self._rates[order]
@@ -299,7 +293,7 @@ class Subsets:
         rates, rest = rests[0][:, None], rests[1]
         state, load, value = np.zeros((3, 1), np.int64)
         origins: list[NDArray[np.int32]] = []
-        total, width = 0, LOAD_STEPS // most_labels
+        total, width = 0, STEPS // most_labels
         for index, (step, cost, gain) in enumerate(
             zip(self._steps, self._costs, worth, strict=True)
         ):
@@ -309,9 +303,9 @@ class Subsets:
             load = load[origin] + cost[state[origin], column]
             value = value[origin] + gain * (1 - column)
             state = step.after[state[origin], column]
-            most = (rest[index + 1][:, state] + rates * (LOAD_STEPS - load)).min(axis=0)
+            most = (rest[index + 1][:, state] + rates * (STEPS - load)).min(axis=0)
             # Keep a label only if the best completion can reach the required worth.
-            able = (load <= LOAD_STEPS) & (value + most > least)
+            able = (load <= STEPS) & (value + most > least)
             chosen = _undominated(state, load, value, np.flatnonzero(able))
             state, load, value = state[chosen], load[chosen], value[chosen]
             way = 2 * origin[chosen] + column[chosen]
@@ -330,9 +324,9 @@ class Subsets:
         worthy = np.flatnonzero(value > least)
         if not len(worthy):
             return None
-        least_ms = float(load[worthy].min()) / LOAD_STEPS * self._most_ms
+        least_ms = float(load[worthy].min()) / STEPS * self._most_ms
         best = int(value.argmax())
-        return Found(least_ms, float(value[best]) / WORTH_STEPS, self._traced(origins, best), total)
+        return Found(least_ms, float(value[best]) / STEPS, self._traced(origins, best), total)
 
     def _stop_if_over(self) -> None:
         if self._over():
@@ -353,7 +347,7 @@ def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -
     """Return the able labels that none of the same state dominates, by state and load."""
     if not len(able):
         return able
-    place = state[able] * (LOAD_STEPS + 1) + load[able]
+    place = state[able] * (STEPS + 1) + load[able]
     # quick on runs, which labels are, inside and outside
     order = np.argsort(place, kind="stable")
     able, place = able[order], place[order]
@@ -380,8 +374,8 @@ def _neighbours(
     labels can be of few states.
     """
     while True:
-        run = state * (LOAD_STEPS // width + 2) + load // width
+        run = state * (STEPS // width + 2) + load // width
         first = np.flatnonzero(np.append(True, run[1:] != run[:-1]))
-        if len(first) <= most or width > LOAD_STEPS:
+        if len(first) <= most or width > STEPS:
             return first, np.append(first[1:], len(run)) - 1, width
         width *= 2

@@ -42,7 +42,7 @@ def every_set(work, nets, prices):
 def test_the_lightest_set_of_enough_worth_and_the_dearest_light_set_are_found(seed):
     work, nets, prices = small(seed)
     most, enough = 5.0, 0.6
-    found = Subsets(sweep(len(work), nets), work, most).search(prices, enough)
+    found = Subsets(sweep(len(work), nets), work, most).search(prices, enough, most_labels=6_000)
     able = [
         one for one in every_set(work, nets, prices) if one[0] <= most and one[1] >= enough - 1e-12
     ]
