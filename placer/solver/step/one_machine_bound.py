@@ -10,6 +10,8 @@ each, one after another. So any subset of these passes satisfies::
                    '---- head ----'  '-- n times both --'  '--- tail ---'     of the last layer's
                                                                               passes
 
+The largest of these bounds is the end of Jackson's preemptive schedule.
+
 Source: Carlier, "The one-machine sequencing problem", European Journal of Operational Research 11,
 1982.
 """
@@ -17,6 +19,8 @@ Source: Carlier, "The one-machine sequencing problem", European Journal of Opera
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
@@ -25,10 +29,6 @@ from placer.solver.reduce import Reduction
 from placer.solver.step.fill_bound import gradient_arcs
 
 Matrix = Sequence[Sequence[float]]
-
-MOST_TAILS = 64
-"""The most tails that are combined with all heads. Of more tails, the two shortest count (of all
-passes, and of all but separate weight-gradient passes), and a sample of this size of the others."""
 
 
 class Ways(NamedTuple):
@@ -89,18 +89,23 @@ def one_machine(passes: Sequence[tuple[float, float, float]], times: int) -> flo
         passes: head, length and tail of each.
         times: how often each is done.
     """
-    latest = sorted(passes, reverse=True)
-    tails = sorted({tail for _, _, tail in passes})
-    least = 0.0
-    for tail in {*tails[:2], *tails[:: max(1, len(tails) // MOST_TAILS)]}:
-        held = 0.0
-        # For this tail, the best subset has all passes with a tail and a head that are not shorter.
-        # Sorting by head, the latest first, visits these subsets one after another.
-        for head, length, behind in latest:
-            if behind >= tail:
-                held += length
-                least = max(least, head + times * held + tail)
-    return least
+    # Jackson's schedule: of the passes whose heads are over, the device does the one with the
+    # longest tail, and interrupts it for a pass with a longer tail. Its end is the largest bound of
+    # all subsets.
+    waiting: list[tuple[float, float]] = []
+    time_ms = end_ms = 0.0
+    for head, length, tail in (*sorted(passes), (inf, 0.0, 0.0)):
+        while waiting and time_ms < head:
+            behind, left_ms = heappop(waiting)
+            done_ms = min(left_ms, head - time_ms)
+            time_ms += done_ms
+            if done_ms < left_ms:
+                heappush(waiting, (behind, left_ms - done_ms))
+            else:
+                end_ms = max(end_ms, time_ms - behind)
+        time_ms = max(time_ms, head)
+        heappush(waiting, (-tail, times * length))
+    return end_ms
 
 
 def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:

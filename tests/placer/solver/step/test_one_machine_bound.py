@@ -31,10 +31,22 @@ def test_no_order_of_the_passes_ends_sooner(passes, times):
     assert one_machine_bound.one_machine(passes, times) <= soonest
 
 
-def test_of_many_passes_the_way_back_of_all_but_weight_halves_counts_too(monkeypatch):
+@examples(80)
+@given(passes=st.lists(st.tuples(MS, MS, MS), min_size=1, max_size=6), times=st.integers(1, 3))
+def test_the_bound_is_the_largest_bound_of_all_subsets_of_the_passes(passes, times):
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(passes, size) for size in range(1, len(passes) + 1)
+    )
+    bounds = [
+        min(heads) + times * sum(lengths) + min(tails)
+        for heads, lengths, tails in (zip(*subset, strict=True) for subset in subsets)
+    ]
+    assert one_machine_bound.one_machine(passes, times) == max(bounds)
+
+
+def test_of_many_passes_the_way_back_of_all_but_weight_halves_counts_too():
     # Twice 1 there, 20 of each layer both ways, 5 back; of the weight halves, that nobody waits
     # for, all or none.
-    monkeypatch.setattr(one_machine_bound, "MOST_TAILS", 1)
     passes = [(1.0, 10.0, 50.0 + i) for i in range(9)] + [(1.0, 10.0, 5.0 + i) for i in range(9)]
     weights = [(1.0, 0.125, 0.0)] * 9
     assert one_machine_bound.one_machine(passes + weights, 2) == 1 + 2 * 180 + 5
