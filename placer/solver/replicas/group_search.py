@@ -31,21 +31,12 @@ MOST_ENDS = 300
 MOST_FREE = 500
 """The most layers of a graph with several orders whose bound is computed by tables."""
 
-LOOKS = 1_000
-"""The most plans that are looked at after the best ones, to find one that can be compared."""
-
 MOST_UNITS = 5_040
 """The most units of a micro-batch: the least common multiple of 1 to 10, less a factor. More are
 only needed by numbers of replicas that have next to no common divisor."""
 
 Stages = tuple[tuple[int, int, int], ...]
 """Starts and ends of stages, as positions in ``GroupBounds.ends``, and numbers of replicas."""
-
-SHIFTS = (1, -1, 2, -2, 4, -4)
-"""How far the end of a stage is moved in small changes, in places where stages may end."""
-
-IMPROVED = 4
-"""The choices with the best plans that small changes are applied to."""
 
 BOUNDS_PART, BEST_FIRST_PART = 0.4, 0.7
 """The parts of the time after which no more bounds are computed, and after which plans are no
@@ -144,7 +135,7 @@ class GroupSearch:
         self._best_first(heap, known)
         if heap and heap[0][0] < self._limit(known):
             placed = [choice for choice in self.choices if choice.costs is not None]
-            for choice in sorted(placed, key=lambda choice: choice.value)[:IMPROVED]:
+            for choice in sorted(placed, key=lambda choice: choice.value):
                 self._improve(choice)
         if self._has_one_order:
             for bound, _, _, choice, _, _ in heap:
@@ -170,12 +161,10 @@ class GroupSearch:
 
     def _best_first(self, heap: list[Open], known: float) -> None:
         """Extend the plan with the lowest bound, as long as it may be better than the best."""
-        looks = 0
         while heap and not self.is_over(BEST_FIRST_PART):
             # at least one plan, to be compared
-            if heap[0][0] >= self._limit(known) and (looks >= LOOKS or self.best is not None):
+            if heap[0][0] >= self._limit(known) and self.best is not None:
                 break
-            looks += 1
             _, _, _, choice, part, siblings = heapq.heappop(heap)
             self._open(heap, choice, siblings)
             if part.position == len(choice.bounds.ends) - 1:
@@ -391,12 +380,13 @@ def _by_host(counts: Sequence[int], hosts: Sequence[list[int]]) -> list[tuple[in
 
 def _neighbours(stages: Stages, bounds: GroupBounds) -> Iterator[Stages]:
     """Yield plans with one end of a stage moved, or replicas moved from a stage to another."""
-    for number, shift in itertools.product(range(len(stages) - 1), SHIFTS):
+    for number in range(len(stages) - 1):
         (start, stop, count), (_, end, other) = stages[number], stages[number + 1]
-        moved = stop + shift
-        if start < moved < end:
-            pair = (start, moved, count), (moved, end, other)
-            yield (*stages[:number], *pair, *stages[number + 2 :])
+        shifts = [2**power for power in range((end - start).bit_length())]
+        for moved in (stop + sign * shift for shift in shifts for sign in (1, -1)):
+            if start < moved < end:
+                pair = (start, moved, count), (moved, end, other)
+                yield (*stages[:number], *pair, *stages[number + 2 :])
     for giver, taker in itertools.permutations(range(len(stages)), 2):
         less = [count for count in bounds.counts if count < stages[giver][2]]
         more = [count for count in bounds.counts if count > stages[taker][2]]

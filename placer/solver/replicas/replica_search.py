@@ -6,18 +6,17 @@
     by stage               if asked for: stages that each have a number of replicas of their own
     without replicas       the search without replicas
 
-A search is given the best step so far, and closes what cannot be shorter. Each has a share of the
-time in proportion to the devices of its pipeline; what it leaves goes to the next. With the time
-that is left at the end, shapes that may still be better are searched again. The bound of the answer
-is the lowest bound of all shapes.
+A search is given the best step so far, and closes what cannot be shorter. Time is divided equally;
+what a search leaves goes to the next. With the time that is left at the end, shapes that may still
+be better are searched again. The bound of the answer is the lowest bound of all shapes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from time import monotonic
 from typing import NamedTuple, Protocol
@@ -37,22 +36,8 @@ from placer.solver.search import Incumbent, Progress
 from placer.solver.step import step_answer
 from placer.solver.step.choices import questions
 
-LEAST_PART = 0.1
-"""The least part of the time that is left for a shape: a pipeline of one device of many is solved
-in much less, but needs longer than its share of devices."""
-
-SHARES_PART = 0.3
-"""The part of the time that is then left to search for the best shares of unlike devices."""
-
-BY_STAGE_PART = 0.4
-"""The part of the time and work that is then left to search stages with numbers of replicas of
-their own."""
-
 SHORTEST_S = 0.05
 """The least time of a shape, in seconds: enough to find a placement of a small model."""
-
-WORTH_A_ROUND = 0.1
-"""The part of the time limit that must be left to search shapes again."""
 
 
 class Answered(NamedTuple):
@@ -202,15 +187,16 @@ class ReplicaSearch:
             _Task(asked, shape, least) for shape, asked in replica_shapes.shapes(self.request)
         ]
         self._tasks = [*shapes, alone]
-        for task in shapes:
-            self._search_task(task, self._tasks[self._tasks.index(task) :])
-        self._share_unevenly()
-        self._search_by_stage(least)
-        self._search_task(alone, [alone])
+        self._in_equal_parts(
+            [
+                *(partial(self._search_task, task) for task in shapes),
+                self._share_unevenly,
+                partial(self._search_by_stage, least),
+                partial(self._search_task, alone),
+            ]
+        )
         again = [task for task in self._tasks if self._is_open(task)]
-        for number, task in enumerate(again):
-            if self._left_s() > WORTH_A_ROUND * self.request.time_limit_s and self._is_open(task):
-                self._search_task(task, again[number:])
+        self._in_equal_parts([partial(self._search_again, task) for task in again])
         if self.best is None:
             return self._nothing(alone)
         return self._finished(self.best, min(self._bounds()))
@@ -225,15 +211,23 @@ class ReplicaSearch:
         is_over = self._is_stopped() or self.meter.left <= 0
         return not (task.is_infeasible or is_over or task.bound >= self._value * (1 - PROVEN_GAP))
 
-    def _search_task(self, task: _Task, left: Sequence[_Task]) -> None:
+    def _in_equal_parts(self, searches: Sequence[Callable[[float], None]]) -> None:
+        """Do searches one after another, each with an equal part of the time that is left."""
+        for number, search in enumerate(searches):
+            search(1 / (len(searches) - number))
+
+    def _search_again(self, task: _Task, part: float) -> None:
+        """Search a shape again, if it may still be better and there is time."""
+        if self._left_s() > SHORTEST_S and self._is_open(task):
+            self._search_task(task, part)
+
+    def _search_task(self, task: _Task, part: float) -> None:
         """Search for the best placement of a shape.
 
         Args:
             task: the shape.
-            left: it and the shapes that still follow, which share the time.
+            part: of the time and work that is left.
         """
-        sizes = [len(one.asked.devices) for one in left]
-        part = max(sizes[0] / sum(sizes), LEAST_PART)
 
         def report(found: Incumbent) -> None:
             self._report(found, task)
@@ -253,11 +247,11 @@ class ReplicaSearch:
             return inner.model_copy(update={"id": self.request.content_hash()})
         return replica_answer.placement_of_shape(self.request, task.shape, inner)
 
-    def _share_unevenly(self) -> None:
-        """Search for the best shares of unlike devices."""
+    def _share_unevenly(self, part: float) -> None:
+        """Search for the best shares of unlike devices, in a part of the time that is left."""
         if self.request.objective != "step":
             return
-        rest_s = (1 - SHARES_PART) * self._left_s()
+        rest_s = (1 - part) * self._left_s()
         shares = UnevenShares(self.request, lambda: self._left_s() <= rest_s or self._is_stopped())
         if not shares.applies():
             return
@@ -267,16 +261,17 @@ class ReplicaSearch:
             if found.step_ms < self._value:
                 self._offer(replica_answer.placement_of_shares(self.request, shares, found))
 
-    def _search_by_stage(self, least: float) -> None:
+    def _search_by_stage(self, least: float, part: float) -> None:
         """Search for the best stages with numbers of replicas of their own.
 
         Args:
             least: a bound on their objective.
+            part: of the time and work that is left.
         """
         if self.request.replicas != "by-stage":
             return
-        began_s, most_s = self._left_s(), BY_STAGE_PART * self._left_s()
-        began_work, most_work = self.meter.done, BY_STAGE_PART * self.meter.left
+        began_s, most_s = self._left_s(), part * self._left_s()
+        began_work, most_work = self.meter.done, part * self.meter.left
 
         def is_over(part: float = 1.0) -> bool:
             self.meter.done += 1 / PER_WORK.maps
