@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
+from math import inf
 
 from placer import schedule
 from placer.schedule import Pipeline, Plan, Transfer
@@ -36,6 +37,12 @@ def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
         if is_steady_state(problem)
         else isolated_ms(pipeline, plan)
     )
+
+
+def samples_per_s(batch_size: int, step_ms: float) -> float | None:
+    """Return the samples per second of a step, or None for a step without a length."""
+    rate = 1e3 * batch_size / step_ms if step_ms else inf
+    return rate if rate < inf else None
 
 
 def is_steady_state(problem: Problem) -> bool:

@@ -155,7 +155,7 @@ def _step_of_shares(
     assert plan is not None
     return Step(
         batch_size=request.whole_batch_size,
-        samples_per_s=1e3 * request.whole_batch_size / step_ms if step_ms else None,
+        samples_per_s=pipelines.samples_per_s(request.whole_batch_size, step_ms),
         bubble=min(1.0, max(0.0, bubble)),
         optimizer_ms=optimizer_ms,
         reduction_ms=exchanged[0].total_ms,
@@ -354,7 +354,7 @@ def _step(request: PlacementRequest, groups: Sequence[Group], found: GroupCosts)
     bubble = 1 - busy_ms / (span_ms * sum(counts)) if span_ms else 0.0
     return Step(
         batch_size=whole,
-        samples_per_s=1e3 * whole / found.value if found.value else None,
+        samples_per_s=pipelines.samples_per_s(whole, found.value),
         bubble=min(1.0, max(0.0, bubble)),
         optimizer_ms=max(one.optimizer_ms for one in found.exchanges),
         reduction_ms=longest.total_ms,

@@ -17,9 +17,6 @@ from placer.utils.units import count_text
 NO_EXCHANGE = Exchange(*[0.0] * 5)
 """The exchange of a device without replicas."""
 
-SHORTEST_MS = 1e-9
-"""Length of a step below which samples per second are not reported."""
-
 
 def found(
     request: PlacementRequest,
@@ -137,9 +134,7 @@ def _step(
         bubble = 1 - busy / (steady_state_ms * len(timeline.busy_ms))
     return Step(
         batch_size=request.whole_batch_size,
-        samples_per_s=1e3 * request.whole_batch_size / best.value
-        if best.value > SHORTEST_MS
-        else None,
+        samples_per_s=pipelines.samples_per_s(request.whole_batch_size, best.value),
         bubble=min(1.0, max(0.0, bubble)),
         optimizer_ms=max(optimizer.values(), default=0.0),
         reduction_ms=longest.total_ms,
