@@ -18,9 +18,6 @@ from placer.solver.referee.loads import Times, links_of
 from placer.solver.referee.memory import Memory
 from placer.solver.referee.step import StepReading
 
-NO_RATE = (0.0, 0.0)
-"""The rate of an exchange of one replica, which exchanges nothing."""
-
 
 class Claim(NamedTuple):
     """A placement by stage, as a placement of one unit.
@@ -122,7 +119,8 @@ def rates(
     request: PlacementRequest, found: Claim
 ) -> dict[str, tuple[replicas.Rate, replicas.Rate]]:
     """Return the rates of reducing and of gathering, by device."""
-    alone = dict.fromkeys(found.members, (NO_RATE, NO_RATE))
+    # one replica exchanges nothing
+    alone = dict.fromkeys(found.members, ((0.0, 0.0), (0.0, 0.0)))
     return alone | replicas.rates(request, found.placement)
 
 

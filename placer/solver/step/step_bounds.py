@@ -455,9 +455,6 @@ def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable 
 
 Arcs = Sequence[tuple[int, int]]
 
-MOST_STARTS = 8
-"""Layers that read nothing from which ways are computed, each a pass over the graph."""
-
 
 def _any_steady_state(
     problem: Problem,
@@ -495,7 +492,7 @@ def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> fl
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
     there, back = arcs_of(problem.values), fill_bound.gradient_arcs(problem)
     read = {reader for _, reader in there}
-    starts = [layer for layer in range(len(problem.layers)) if layer not in read][:MOST_STARTS]
+    starts = [layer for layer in range(len(problem.layers)) if layer not in read]
     #     way to l    F F F .. F  B .. B   way back     n micro-batches pass through l one by one;
     #                 |-- n passes ------|              the ways above already contain one of them
     further = [

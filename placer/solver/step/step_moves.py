@@ -12,9 +12,6 @@ from placer.solver import costs
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
-SHIFTS = (1, 2, 4, 8, 16, 32)
-"""Numbers of nodes that change sides between two neighbouring stages at once."""
-
 KICKS = 3
 """Random small changes before a further climb."""
 
@@ -105,7 +102,8 @@ def changes(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> It
     """Yield the changes that make the neighbours: copies of thousands of maps would be large."""
     device_of = [assignment[layers[0]] for layers in nodes.nodes]
     runs = _runs(problem, nodes, assignment, device_of)
-    for count in SHIFTS:
+    # 1, 2, 4, ... nodes change sides between two neighbouring stages at once
+    for count in (2**power for power in range(max(map(len, runs)).bit_length())):
         for left, right in pairwise(runs):
             if count <= len(left):
                 yield partial(_moved, nodes, device_of, left[-count:], device_of[right[0]])
