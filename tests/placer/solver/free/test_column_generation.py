@@ -118,6 +118,13 @@ def test_devices_of_each_kind_are_priced_by_the_sets_that_they_can_hold(chain):
     assert best * 0.93 <= bound(problem, best * (1 - 1e-6), enough=0.1) <= best
 
 
+def test_each_of_five_kinds_of_devices_has_sets_of_its_own(chain):
+    # Devices take 1 to 5 ms for a layer: before 3 ms are over, they end 2, 1, 0, 0 and 0 layers.
+    asked = chain([1.0] * 5, devices=5, constraints=Constraints(contiguous=False))
+    problem = replace(Problem.from_request(asked), forward_ms=((1.0, 2.0, 3.0, 4.0, 5.0),) * 5)
+    assert bound(problem, 3.0 * (1 - 1e-6)) == pytest.approx(3.0, rel=1e-5)
+
+
 def test_devices_a_hundred_times_slower_take_little_of_the_bound(chain):
     asked = chain([2.0] * 6, devices=4, value_bytes=1, constraints=Constraints(contiguous=False))
     problem = on_two_kinds(asked, [2.0] * 6, [200.0] * 6)

@@ -11,10 +11,11 @@ from rows import row
 from small_requests import examples
 
 from placer.errors import InputError, PlacementError
-from placer.schema import Constraints, Link, PlacementRequest
+from placer.schema import Constraints, Edge, Link, PlacementRequest
 from placer.solver.check import check
 from placer.solver.referee.step import longest_mean
 from placer.solver.solve import solve
+from placer.solver.step.choices import bounded, choice_of
 
 CONTIGUOUS = Constraints(contiguous=True)
 
@@ -217,3 +218,14 @@ def test_the_referee_finds_the_longest_chain_that_repeats(case):
                 best = max(best, Fraction(sum(times[e] for e in chain), steps))
     found = longest_mean(waits, carried, lambda event: times[event[0]])
     assert found == pytest.approx(float(best), abs=1e-9)
+
+
+def test_the_way_from_the_last_of_many_first_layers_counts():
+    # Eight layers of 1 ms and one of 10 ms read nothing; a layer of 10 ms reads them all.
+    asked = steady_state_request([1.0] * 8 + [10.0] * 2, devices=10, schedule="1f1b")
+    edges = [
+        Edge(source=f"l{first}", targets=("l9",), bytes=1, gradient_bytes=1) for first in range(9)
+    ]
+    profile = asked.profile.model_copy(update={"edges": tuple(edges)})
+    choice = bounded(choice_of(asked.model_copy(update={"profile": profile})))
+    assert choice.bound == pytest.approx(10 + 10 + 20 + 20, rel=1e-6)

@@ -3,6 +3,7 @@
 import pytest
 from rows import row
 
+from placer.solver import pipelines
 from placer.solver.solve import solve
 
 
@@ -18,6 +19,11 @@ def test_the_answer_says_what_was_looked_at():
     assert step.samples_per_s == pytest.approx(1e3 * 4 / placement.objective_value)
     busy = 4 * 4 * 3.0
     assert step.bubble == pytest.approx(1 - busy / (2 * placement.objective_value))
+
+
+@pytest.mark.parametrize("step_ms", [0.0, 5e-324], ids=["no time", "next to no time"])
+def test_a_step_without_a_length_has_no_rate(step_ms):
+    assert pipelines.samples_per_s(4, step_ms) is None
 
 
 def test_where_memory_does_for_no_choice_the_one_that_comes_nearest_is_named():

@@ -47,6 +47,12 @@ def test_a_small_change_moves_layers_across_one_cut(chain, contiguous):
     assert all(devices != [0, 0, 1, 1, 2, 2] for devices in found)
 
 
+def test_most_of_a_long_stage_may_move_at_once(chain):
+    problem, nodes = indexed(chain([1.0] * 101, devices=2))
+    found = [change() for change in step_moves.changes(problem, nodes, [0] * 100 + [1])]
+    assert [0] * 36 + [1] * 65 in found
+
+
 def test_unlike_devices_are_swapped(chain):
     request = chain([1.0] * 4, devices=2)
     devices = (request.devices[0], request.devices[1].model_copy(update={"memory_bytes": 5}))
