@@ -276,7 +276,6 @@ def test_torchs_allocator_takes_what_its_rules_say(monkeypatch):
     place, random = torch.device("cuda", 0), Random(0)
     asked = [*spoiled(300), *drawn(random, 40, first=3)]
     there = {}
-    small = torch.empty(1, device=place)  # its piece has room for a generator's numbers
 
     def run() -> None:
         there.clear()
@@ -307,7 +306,6 @@ def test_torchs_allocator_takes_what_its_rules_say(monkeypatch):
         assert torch.cuda.memory_reserved(place) - before == caching_allocator.taken(asked, rooms)
         kept[0]()
         del kept
-    del small
 
 
 @pytest.mark.gpu
