@@ -53,6 +53,12 @@ IF_MEASURED = (
         " and 32 more, one device",
         "a token of each text, weights copied from the host",
     ),
+    (
+        "generation",
+        "Llama of 6.7 billion parameters, bf16, 7.81 GB of the weights on the disk, 1 x 512 tokens"
+        " and 8 more, one device",
+        "a token of each text, weights copied from the disk",
+    ),
 )
 """Rows that appear on the page once a machine has measured them."""
 OVERHEAD = "training step by train_step, over the model alone, eager model"
