@@ -218,6 +218,10 @@ def test_weights_of_a_checkpoint_stay_in_its_file(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "again.safetensors")
     again = load_file(tmp_path / "again.safetensors")
     assert all(torch.equal(one, again[name]) for name, one in make().state_dict().items())
+    torch.save(model[2].state_dict(), tmp_path / "block.pt")
+    for name, one in torch.load(tmp_path / "block.pt").items():
+        assert torch.equal(one, make()[2].state_dict()[name])
+        assert one.untyped_storage().nbytes() == one.nbytes, "not the whole file"
     flow.undo()
     assert file_of(model[2].up.weight) == str(path), "it was there before"
 
