@@ -10,8 +10,8 @@ from typing import Any
 from .models import options
 
 _STEPS = 64
-"""Parts of a prompt, by which new prompts are shorter: kernels for an odd number of tokens would be
-loaded first."""
+"""New prompts are shorter by one such part of the prompt each: an odd number of tokens would need
+kernels that are loaded first."""
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from resting_blocks import BLOCKS, Block, make, placed, placement
 from torch import Tensor, nn
 
-from placer import DataFlow, Placement, devices
+from placer import DataFlow, devices
 from placer.devices import tensor_moves
 from placer.errors import InputError, PlacementError
 from placer.executor.segments import Segment, Step
 from placer.testing import logical_devices
-
-BLOCKS = 7
 
 
 @pytest.fixture(autouse=True)
@@ -27,45 +26,11 @@ def two_devices() -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def make() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS))).eval()
-
-
-def placement(resting: str, first: int = BLOCKS, **fields: object) -> Placement:
-    """The first blocks on one stand-in and the rest on another; those listed rest on the host."""
-    where = {str(n): "cpu:0" if n < first else "cpu:1" for n in range(BLOCKS)}
-    return Placement(
-        status="feasible",
-        objective="latency",
-        layer_devices=where,
-        resting=dict.fromkeys(resting, "host"),
-        **fields,
-    )
-
-
-def placed(resting: str, first: int = BLOCKS) -> tuple[DataFlow, nn.Sequential, nn.Sequential]:
-    model = make()
-    reference = copy.deepcopy(model)
-    flow = DataFlow(model, inference_only=True)
-    flow.update_flow(placement(resting, first))
-    return flow, model, reference
-
-
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("first", [BLOCKS, 4])
 @pytest.mark.parametrize("resting", ["0", "13", "0246", "0123456", "456"])
 def test_a_call_gives_the_unsplit_models_result(resting: str, first: int) -> None:
-    flow, model, reference = placed(resting, first)
+    flow, model, reference = placed(resting, first=first)
     x = torch.randn(4, 8)
     for _ in range(3):
         torch.testing.assert_close(flow(x).cpu(), reference(x))
@@ -77,7 +42,7 @@ def test_a_call_gives_the_unsplit_models_result(resting: str, first: int) -> Non
 
 @pytest.mark.parametrize("first", [BLOCKS, 4])
 def test_modules_run_through_hooks_on_their_copies(first: int) -> None:
-    flow, model, reference = placed("12456", first)
+    flow, model, reference = placed("12456", first=first)
     x = torch.randn(4, 8)
     before = [*model.parameters()]
     with torch.no_grad(), flow.applied() as applied:
@@ -87,7 +52,7 @@ def test_modules_run_through_hooks_on_their_copies(first: int) -> None:
 
 
 def test_micro_batches_give_the_result_of_the_batch() -> None:
-    flow, _, reference = placed("01356", 3)
+    flow, _, reference = placed("01356", first=3)
     x = torch.randn(6, 8)
     torch.testing.assert_close(flow(x, chunks=3).cpu(), reference(x))
 
@@ -107,7 +72,7 @@ def test_new_weights_are_copied_in_the_next_call() -> None:
 
 
 def test_undo_gives_the_parameters_memory_of_their_own() -> None:
-    flow, model, reference = placed("0246", 3)
+    flow, model, reference = placed("0246", first=3)
     keys = list(model.state_dict())
     flow.undo()
     assert list(model.state_dict()) == keys == list(reference.state_dict())
@@ -118,8 +83,8 @@ def test_undo_gives_the_parameters_memory_of_their_own() -> None:
 
 
 def test_another_placement_moves_resting_parameters_to_devices() -> None:
-    flow, model, reference = placed("0246", 3)
-    flow.update_flow(placement("35", 5))
+    flow, model, reference = placed("0246", first=3)
+    flow.update_flow(placement("35", first=5))
     x = torch.randn(4, 8)
     torch.testing.assert_close(flow(x).cpu(), reference(x))
     assert devices.location(model[2].up.weight) == torch.device("cpu", 0)

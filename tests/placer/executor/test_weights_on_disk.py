@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 import resting_models
 import torch
+from resting_blocks import BLOCKS, make, placed, placement
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import placer
-from placer import DataFlow, Placement, devices
+from placer import DataFlow, devices
 from placer.devices import mapped_files
 from placer.errors import InputError, PlacementError, PlacerError
 from placer.testing import logical_devices
-
-BLOCKS = 7
 
 if not Path("/proc/self/maps").exists():
     pytest.skip("the system does not list mapped files", allow_module_level=True)
@@ -40,40 +39,6 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_files, "STAGING_BYTES", 192)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def make() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS))).eval()
-
-
-def placement(disk: str, host: str = "", first: int = BLOCKS) -> Placement:
-    """The first blocks on one stand-in and the rest on another; those listed rest elsewhere."""
-    return Placement(
-        status="feasible",
-        objective="latency",
-        layer_devices={str(n): "cpu:0" if n < first else "cpu:1" for n in range(BLOCKS)},
-        resting=dict.fromkeys(disk, "disk") | dict.fromkeys(host, "host"),
-    )
-
-
-def placed(
-    folder: Path, disk: str, host: str = "", first: int = BLOCKS
-) -> tuple[DataFlow, nn.Sequential, nn.Sequential]:
-    model = make()
-    reference = copy.deepcopy(model)
-    flow = DataFlow(model, inference_only=True, disk_folder=folder)
-    flow.update_flow(placement(disk, host, first))
-    return flow, model, reference
-
-
 def file_of(parameter: Tensor) -> str:
     """The path of the file that a parameter is mapped from; empty if it has ordinary memory."""
     file = devices.MappedFiles().of(parameter)
@@ -87,7 +52,7 @@ def file_of(parameter: Tensor) -> str:
 def test_a_call_gives_the_unsplit_models_result(
     disk: str, host: str, first: int, tmp_path: Path
 ) -> None:
-    flow, model, reference = placed(tmp_path, disk, host, first)
+    flow, model, reference = placed(host, disk, first, tmp_path)
     x = torch.randn(4, 8)
     for _ in range(3):
         torch.testing.assert_close(flow(x).cpu(), reference(x))
@@ -100,7 +65,7 @@ def test_a_call_gives_the_unsplit_models_result(
 
 @pytest.mark.parametrize("first", [BLOCKS, 4])
 def test_modules_run_through_hooks_on_their_copies(first: int, tmp_path: Path) -> None:
-    flow, model, reference = placed(tmp_path, "1256", "4", first)
+    flow, model, reference = placed("4", "1256", first, tmp_path)
     x = torch.randn(4, 8)
     before = [*model.parameters()]
     with torch.no_grad(), flow.applied() as applied:
@@ -110,13 +75,13 @@ def test_modules_run_through_hooks_on_their_copies(first: int, tmp_path: Path) -
 
 
 def test_micro_batches_give_the_result_of_the_batch(tmp_path: Path) -> None:
-    flow, _, reference = placed(tmp_path, "01356", "2", 3)
+    flow, _, reference = placed("2", "01356", 3, tmp_path)
     x = torch.randn(6, 8)
     torch.testing.assert_close(flow(x, chunks=3).cpu(), reference(x))
 
 
 def test_new_weights_are_read_in_the_next_call(tmp_path: Path) -> None:
-    flow, model, reference = placed(tmp_path, "0246")
+    flow, model, reference = placed(disk="0246", folder=tmp_path)
     x = torch.randn(4, 8)
     flow(x)
     with torch.no_grad():
@@ -133,7 +98,7 @@ def test_new_weights_are_read_in_the_next_call(tmp_path: Path) -> None:
 
 
 def test_undo_gives_the_parameters_memory_of_their_own(tmp_path: Path) -> None:
-    flow, model, reference = placed(tmp_path, "024", "6", 3)
+    flow, model, reference = placed("6", "024", 3, tmp_path)
     flow(torch.randn(4, 8))
     flow.undo()
     assert list(model.state_dict()) == list(reference.state_dict())
@@ -145,8 +110,8 @@ def test_undo_gives_the_parameters_memory_of_their_own(tmp_path: Path) -> None:
 
 
 def test_another_placement_moves_parameters_between_all_tiers(tmp_path: Path) -> None:
-    flow, model, reference = placed(tmp_path, "0246", "1", 3)
-    flow.update_flow(placement("351", "02", 5))
+    flow, model, reference = placed("1", "0246", 3, tmp_path)
+    flow.update_flow(placement("02", "351", 5))
     x = torch.randn(4, 8)
     torch.testing.assert_close(flow(x).cpu(), reference(x))
     on_disk = {name.split(".")[0] for name, one in model.named_parameters() if file_of(one)}
@@ -155,7 +120,7 @@ def test_another_placement_moves_parameters_between_all_tiers(tmp_path: Path) ->
 
 
 def test_the_state_is_saved_and_copied_as_from_memory(tmp_path: Path) -> None:
-    flow, model, reference = placed(tmp_path, "0246", "1")
+    flow, model, reference = placed("1", "0246", folder=tmp_path)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     save_file(model.state_dict(), tmp_path / "state.safetensors")
     for found in (torch.load(tmp_path / "state.pt"), load_file(tmp_path / "state.safetensors")):
@@ -168,7 +133,7 @@ def test_the_state_is_saved_and_copied_as_from_memory(tmp_path: Path) -> None:
 
 def test_another_placement_frees_the_slots_and_their_thread_at_once(tmp_path: Path) -> None:
     others = set(threading.enumerate())
-    flow, _, _ = placed(tmp_path, "0123")
+    flow, _, _ = placed(disk="0123", folder=tmp_path)
     with torch.no_grad(), flow.applied() as applied:
         applied[1](applied[0](torch.randn(1, 8)))
     flow(torch.randn(1, 8))
@@ -179,7 +144,7 @@ def test_another_placement_frees_the_slots_and_their_thread_at_once(tmp_path: Pa
     del resting
     gc.disable()
     try:
-        flow.update_flow(placement("45"))
+        flow.update_flow(placement(disk="45"))
         assert memory() is None
         thread.join(10)
         assert not thread.is_alive()
@@ -198,7 +163,7 @@ def loaded(path: Path, folder: Path, **options: object) -> tuple[DataFlow, nn.Mo
     """A flow of the model that ``placer.load`` read from a checkpoint."""
     with placer.on_meta():
         model = make()
-    where = placement("0246", "1", 5)
+    where = placement("1", "0246", 5)
     placer.load(model, where, path, disk_folder=folder, progress=False, **options)  # type: ignore[arg-type]
     for name, parameter in model.named_parameters():
         assert (file_of(parameter) != "") == (name[0] in "0246"), "memory is not taken meanwhile"
@@ -272,18 +237,18 @@ def test_a_full_disk_leaves_the_model_as_it_was(
 
     monkeypatch.setattr(mapped_files, "mapped_bytes", fails)
     with pytest.raises(PlacementError, match=f"cannot be written to {tmp_path}.*No space left"):
-        flow.update_flow(placement("024"))
+        flow.update_flow(placement(disk="024"))
     for one, other in zip(model.parameters(), make().parameters(), strict=True):
         assert torch.equal(one, other) and devices.location(one) == devices.HOST
     assert flow.assignment is None
 
 
 def test_what_does_not_support_weights_on_disk_says_so(tmp_path: Path) -> None:
-    flow, _, _ = placed(tmp_path, "0123")
+    flow, _, _ = placed(disk="0123", folder=tmp_path)
     with pytest.raises(InputError, match="train_step does not support parameters that rest"):
         flow.train_step(nn.MSELoss())
     flow = DataFlow(make(), disk_folder=tmp_path)
-    flow.update_flow(placement("0123"))
+    flow.update_flow(placement(disk="0123"))
     with pytest.raises(InputError, match=r"rest on the host, which supports no gradients"):
         flow(torch.randn(4, 8))
 

@@ -229,27 +229,12 @@ def test_small_requests_have_the_best_choice_of_host_and_disk(seed, devices, sha
     assert found.status == "optimal"
 
 
+@pytest.mark.parametrize("count, with_disk", [(7, False), (6, True)])
 @pytest.mark.parametrize("seed, devices, share", CASES)
-def test_the_search_with_a_disk_is_near_the_best_and_its_bound_below(
-    seed, devices, share, monkeypatch
+def test_the_search_is_near_the_best_and_its_bound_below(
+    seed, devices, share, count, with_disk, monkeypatch
 ):
-    asked = request(seed, 6, devices, share, with_disk=True)
-    if best(asked, may_rest=False) is not None:
-        return
-    expected = best(asked)
-    monkeypatch.setattr(host_weights, "FEW", 0)
-    found = solve(asked)
-    if expected is None:
-        assert not found.layer_devices
-        return
-    assert found.bound is not None and found.bound <= expected * (1 + 1e-9)
-    assert found.objective_value is not None
-    assert expected * (1 - 1e-9) <= found.objective_value <= 1.1 * expected
-
-
-@pytest.mark.parametrize("seed, devices, share", CASES)
-def test_the_search_is_near_the_best_and_its_bound_below(seed, devices, share, monkeypatch):
-    asked = request(seed, 7, devices, share)
+    asked = request(seed, count, devices, share, with_disk=with_disk)
     if best(asked, may_rest=False) is not None:
         return
     expected = best(asked)

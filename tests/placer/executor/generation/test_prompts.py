@@ -90,7 +90,7 @@ def test_padded_prompts_do_not_replay_what_was_recorded_without_padding() -> Non
     whole, padded = torch.ones(2, 9, dtype=torch.int64), torch.ones(2, 9, dtype=torch.int64)
     padded[0, :4] = 0
     replays = []
-    # After two prompts in a row that read other numbers, another pass is traced and recorded.
+    # After two consecutive prompts with other numbers, another pass is traced and recorded.
     masks = [whole] * (BEFORE + 1) + [padded, whole] + [padded] * 5
     with torch.no_grad(), flow.applied():
         for seed, mask in enumerate(masks):
