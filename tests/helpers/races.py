@@ -72,7 +72,9 @@ class Races:
         self._host: Clock = {}
         self._accesses: dict[Hashable, list[_Access]] = {}
         self._names: dict[int, Hashable] = {}
-        self._kept: list[Tensor] = []  # so that no storage comes twice
+        # so that no address comes twice
+        self._kept: list[Tensor] = []
+        self._slots: dict[int, Any] = {}
 
     def clock(self, queue: Hashable) -> Clock:
         """What a queue knows to be over when it comes to what is issued next."""
@@ -96,6 +98,10 @@ class Races:
         self._kept.append(tensor)
         self._names[tensor.untyped_storage()._cdata] = key
 
+    def number(self, slot: Any) -> int:
+        """Return what tells a slot from every other one, also from one that is gone."""
+        return id(self._slots.setdefault(id(slot), slot))
+
     def own(
         self, slot: Any, made: Mapping[str, Any], given: Iterable[Any], kind: str = ""
     ) -> list[Tensor]:
@@ -104,7 +110,7 @@ class Races:
         found = []
         for name, tensor in made.items():
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in taken:
-                self.name(tensor, (id(slot), kind + name))
+                self.name(tensor, (self.number(slot), kind + name))
                 found.append(tensor)
         return found
 
@@ -285,7 +291,8 @@ def _note_weights(races: Races, patch: pytest.MonkeyPatch) -> None:
 
 def _of_pass(races: Races, stage: Any, slot: Any, phase: str) -> tuple[list[Any], list[Any]]:
     """What a pass reads and writes; what it keeps for the next one of its slot has a name alone."""
-    kept, deferred = (id(slot), "activations"), (id(slot), "deferred")
+    number = races.number(slot)
+    kept, deferred = (number, "activations"), (number, "deferred")
     state = [tensor for step in stage.segment.steps for tensor in step.state]
     if not isinstance(slot, TrainingSlot):
         return [*slot.inputs.values(), *state], races.own(slot, slot.outputs, slot.inputs.values())
