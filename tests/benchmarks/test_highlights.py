@@ -27,8 +27,8 @@ def test_of_several_peers_the_best_is_shown_whichever_way_the_unit_goes(highligh
         highlights._best_peer({"unit": "ms", "measure": "time", "peers": {"a": 5.0, "b": 100.0}})
         == "5 ms (a)"
     )
-    ratio = {"unit": "x", "measure": highlights.OVERHEAD, "peers": {"a": 0.9, "b": 1.1}}
-    assert highlights._best_peer(ratio) == "0.9 x (a)"
+    ratio = {"unit": "x", "measure": "speed-up", "peers": {"a": 0.9, "b": 1.1}}
+    assert highlights._best_peer(ratio) == "1.1 x (b)"
     assert highlights._best_peer({"unit": "x", "measure": "speed-up", "peers": {}}) == ""
 
 
