@@ -18,6 +18,7 @@ from placer.schema import (
     Evaluation,
     JointPlacement,
     JointRequest,
+    LayerMap,
     Node,
     Objective,
     Placement,
@@ -125,7 +126,7 @@ class AsyncClient(BaseClient):
 
     async def evaluate(
         self,
-        layer_devices: Mapping[str, str] | str,
+        layer_devices: Mapping[str, str] | LayerMap | str,
         request: PlacementRequest | None = None,
         *,
         id: str | None = None,

@@ -18,6 +18,7 @@ from placer.schema import (
     Evaluation,
     JointPlacement,
     JointRequest,
+    LayerMap,
     Node,
     Objective,
     Placement,
@@ -206,7 +207,7 @@ class Client(BaseClient):
 
     def evaluate(
         self,
-        layer_devices: Mapping[str, str] | str,
+        layer_devices: Mapping[str, str] | LayerMap | str,
         request: PlacementRequest | None = None,
         *,
         id: str | None = None,
@@ -216,7 +217,8 @@ class Client(BaseClient):
         """Evaluate a map of your own by the cost model that the solver minimises.
 
         Args:
-            layer_devices: Device of each layer, or a text in ``format``.
+            layer_devices: Device of each layer, a ``LayerMap`` with replicas, or a text in
+                ``format``.
             request: Request that the map answers.
             id: Instead of ``request``, a placement of the same request. The evaluation then also
                 compares the map with that placement.

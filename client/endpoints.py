@@ -30,6 +30,7 @@ from placer.schema import (
     Evaluation,
     JointPlacement,
     JointRequest,
+    LayerMap,
     Node,
     NodeList,
     Objective,
@@ -240,7 +241,7 @@ class Endpoints(Sender):
 
     def evaluate(
         self,
-        where: Map | str,
+        where: Map | LayerMap | str,
         request: PlacementRequest | None,
         key: str | None,
         format: FormatName | None,
@@ -252,9 +253,13 @@ class Endpoints(Sender):
                 "give exactly one of request and id: the request that the map answers, or a"
                 " placement of it"
             )
-        content: dict[str, Any] = (
-            {"text": where} if isinstance(where, str) else {"layer_devices": _layer_map(where)}
-        )
+        content: dict[str, Any]
+        if isinstance(where, LayerMap):
+            content = where.model_dump(mode="json")
+        else:
+            content = (
+                {"text": where} if isinstance(where, str) else {"layer_devices": _layer_map(where)}
+            )
         if format is not None:
             content["format"] = format
         if request is not None:

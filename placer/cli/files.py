@@ -22,6 +22,7 @@ from placer.schema import (
     Cluster,
     Estimate,
     Evaluation,
+    LayerMap,
     Placement,
     PlacementRequest,
     Profile,
@@ -194,14 +195,16 @@ def load_any(file: str) -> Subject | Progress:
     return _typed(_json(text, file), text, file)
 
 
-def load_map(file: str) -> Placement | dict[str, str]:
-    """Return the placement in a file, or a JSON object from layer to device.
+def load_map(file: str) -> Placement | LayerMap | dict[str, str]:
+    """Return the placement in a file, the map with replicas, or an object from layer to device.
 
     Raises:
-        InputError: the file has neither.
+        InputError: the file has none of them.
     """
     text = read(file)
     content = _json(text, file)
+    if isinstance(content, dict) and content.keys() == LayerMap.model_fields.keys():
+        return LayerMap.model_validate(content)
     if isinstance(content, dict) and all(isinstance(value, str) for value in content.values()):
         return content
     found = _typed(content, text, file)

@@ -15,7 +15,7 @@ from placer.cli.options import AsJson, Printed, Server, in_a_folder
 from placer.cli.solving import MEASURING, Target, solve_anywhere
 from placer.cli.terminal import err, extra, spinner, users_code
 from placer.errors import InputError
-from placer.schema import Placement, SuggestOptions
+from placer.schema import LayerMap, Placement, SuggestOptions
 from placer.schema.base import FormatName
 
 _OWN = {"file", "source", "text", "profile", "best"}
@@ -79,7 +79,8 @@ def evaluate(
         Literal["map", FormatName],
         typer.Option(
             "--from",
-            help="the format of the map; map: JSON from layer to device, or a placement",
+            help="the format of the map; map: JSON from layer to device, a placement, or an object"
+            " of layer_devices and replicas",
         ),
     ] = "map",
     text: Annotated[
@@ -119,7 +120,7 @@ def evaluate(
 
 def _map(
     file: str | None, source: Literal["map", FormatName], text: str | None
-) -> Placement | dict[str, str] | str:
+) -> Placement | LayerMap | dict[str, str] | str:
     """Return the map in a file, or the text of a format."""
     if text is None:
         return load_map(file or "-") if source == "map" else read(file or "-")

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from placer.errors import InputError
 from placer.evaluation.evaluate import evaluated
-from placer.evaluation.faults import Map
-from placer.schema import Comparison, Move, Placement, PlacementRequest
+from placer.schema import Comparison, LayerMap, Move, Placement, PlacementRequest
 from placer.utils.units import count_text
 
 # Largest number of layers of a comparison that are listed; further ones are counted.
@@ -16,14 +15,14 @@ MAX_MOVES = 1000
 
 def compare(
     request: PlacementRequest,
-    maps: Mapping[str, Map],
+    maps: Mapping[str, LayerMap],
     placements: Mapping[str, Placement] | None = None,
 ) -> Comparison:
     """Evaluate maps for one request, and list where they differ.
 
     Args:
         request: The request.
-        maps: Device of each layer, by the name of the map.
+        maps: The maps, by name.
         placements: Placements from which maps come, by the map's name. Objective ``step`` evaluates
             such a map with the placement's micro-batches and schedule, if the request allows them,
             and other maps with the best choice.
@@ -37,14 +36,8 @@ def compare(
             " more, as ?id= of placements or as maps in the body"
         )
     of = placements or {}
-    for name, placement in of.items():
-        if placement.replicas:
-            raise InputError(
-                f"placement {name} has replicas, and a map has none; compare placements that were"
-                " solved with replicas='never'"
-            )
     evaluations = [
-        evaluated(request, where, chosen_by=of.get(name)) for name, where in maps.items()
+        evaluated(request, given, chosen_by=of.get(name)) for name, given in maps.items()
     ]
     values = [
         (one.objective_value, name)
@@ -53,7 +46,7 @@ def compare(
     ]
     every = [*dict.fromkeys(layer.name for layer in request.profile.layers)]
     rows = [
-        Move(layer=layer, devices=tuple(where.get(layer) for where in maps.values()))
+        Move(layer=layer, devices=tuple(_held_by(layer, given) for given in maps.values()))
         for layer in every
     ]
     moves = [row for row in rows if len(set(row.devices)) > 1]
@@ -64,3 +57,10 @@ def compare(
         moves=tuple(moves[:MAX_MOVES]),
         moved_layers=len(moves),
     )
+
+
+def _held_by(layer: str, given: LayerMap) -> str | None:
+    """Return the name of a layer's device, or the names of all devices that hold it."""
+    device = given.layer_devices.get(layer)
+    replicas = given.replicas.get(device, ()) if device is not None else ()
+    return ", ".join(one.device for one in replicas) or device

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from placer.errors import InputError, kind_of
-from placer.evaluation.faults import (
-    Map,
-    constraint_faults,
-    link_faults,
-    memory_faults,
-    name_faults,
-    not_contiguous,
-    time_faults,
+from placer.evaluation.faults import Map, name_faults
+from placer.evaluation.map_costs import MapCosts, costs_of_map
+from placer.evaluation.replicated_maps import (
+    ReplicatedCosts,
+    evaluated_with_replicas,
+    require_replicas_fit,
 )
 from placer.exports.formats import format_named
 from placer.exports.restriction import expressible
-from placer.schema import Evaluation, Placement, PlacementRequest, Profile, SolveOptions
+from placer.schema import (
+    Evaluation,
+    LayerMap,
+    Placement,
+    PlacementRequest,
+    Profile,
+    SingleDevice,
+    SolveOptions,
+)
 from placer.schema.base import FormatName
 from placer.schema.judgement import Best
 from placer.schema.options import combined
-from placer.solver import costs, generation
-from placer.solver.answer import device_loads, single_device
+from placer.solver import generation
+from placer.solver.answer import single_device
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
-from placer.solver.step.choices import best_for, question_of
+from placer.solver.step import step_answer
+from placer.solver.step.choices import best_for, question_of, questions
 from placer.utils.option_checks import require_flags
 
-__all__ = ["evaluate", "evaluated", "for_format", "layer_devices_of", "with_best"]
+__all__ = ["evaluate", "evaluated", "for_format", "map_of", "with_best"]
 
 
 def evaluate(
-    request: PlacementRequest | Profile,
-    layer_devices: Mapping[str, str] | Placement | str,
+    request: PlacementRequest | Profile | Sequence[Profile],
+    layer_devices: Mapping[str, str] | LayerMap | Placement | str,
     format: FormatName | None = None,
     *,
     best: bool | Placement = True,
@@ -47,14 +53,16 @@ def evaluate(
         placer.evaluate(profile, "8,9,9,6", "vllm", time_limit_s=5)
 
     Args:
-        request: the request that the map answers; or a profile, whose request has ``options``.
-        layer_devices: the device of each layer, a placement without replicas, or a text in
-            ``format``. Stage i of a text is on the i-th device of the request.
+        request: the request that the map answers; or a profile, or profiles of several micro-batch
+            sizes, whose request has ``options``.
+        layer_devices: the device of each layer; a ``placer.schema.LayerMap``, which may have
+            replicas; a placement; or a text in ``format``. Stage i of a text is on the i-th device
+            of the request.
         format: the format of another engine, as for ``Placement.export``. The best placement is
             then the best one that this format can express. None: the best of all placements.
         best: whether to solve for the best placement, in at most ``time_limit_s`` of the request;
             or a placement of the same request, to compare with instead of solving.
-        options: what to solve, if ``request`` is a profile.
+        options: what to solve, if ``request`` is no request.
         fields: single fields of ``options``, for short.
 
     Returns:
@@ -64,13 +72,13 @@ def evaluate(
 
     Raises:
         InputError: an argument has another type, the text is not in the format or does not fit the
-            layers or devices, or the placement has replicas.
+            layers or devices, or the replicas do not fit the map, the batch or the objective.
     """
     if not isinstance(best, Placement):
         require_flags(best=best)
     asked = for_format(_request(request, options, fields), format)
     chosen_by = layer_devices if isinstance(layer_devices, Placement) else None
-    found = evaluated(asked, layer_devices_of(asked, layer_devices), chosen_by=chosen_by)
+    found = evaluated(asked, map_of(asked, layer_devices), chosen_by=chosen_by)
     if isinstance(best, Placement):
         return with_best(found, asked, best)
     return with_best(found, asked, solve(asked)) if best else found
@@ -79,14 +87,16 @@ def evaluate(
 def _request(
     request: Any, options: SolveOptions | None, fields: Mapping[str, Any]
 ) -> PlacementRequest:
-    """Return the request that the caller gave, or made of a profile and options."""
-    if isinstance(request, Profile):
+    """Return the request that the caller gave, or made of profiles and options."""
+    profiles = [request] if isinstance(request, Profile) else request
+    if isinstance(profiles, list | tuple) and all(isinstance(one, Profile) for one in profiles):
         return PlacementRequest.from_options(
-            combined(SolveOptions, options, fields, evaluate), [request]
+            combined(SolveOptions, options, fields, evaluate), profiles
         )
     if not isinstance(request, PlacementRequest):
         raise InputError(
-            f"request is {kind_of(request)}; give a placer.PlacementRequest or a placer.Profile"
+            f"request is {kind_of(request)}; give a placer.PlacementRequest, a placer.Profile, "
+            "or a list of placer.Profile"
         )
     if options is not None or fields:
         given = next(iter(fields), "options")
@@ -124,8 +134,8 @@ def for_format(request: PlacementRequest, format: FormatName | None) -> Placemen
     return request.model_copy(update={"for_format": form.name, "constraints": rules})
 
 
-def layer_devices_of(request: PlacementRequest, given: Any) -> dict[str, str]:
-    """Return the device of each layer of a map, a placement or a text.
+def map_of(request: PlacementRequest, given: Any) -> LayerMap:
+    """Return the map of a dictionary, a placement or a text.
 
     Args:
         request: the request that the map answers; its ``for_format`` is the format of a text.
@@ -133,7 +143,7 @@ def layer_devices_of(request: PlacementRequest, given: Any) -> dict[str, str]:
 
     Raises:
         InputError: the value has another type; the text has no format, is not in it, or does not
-            fit; or the placement has replicas or no map.
+            fit; or the placement has no map.
     """
     if isinstance(given, str):
         if request.for_format is None:
@@ -141,98 +151,106 @@ def layer_devices_of(request: PlacementRequest, given: Any) -> dict[str, str]:
                 f"layer_devices is the text {given!r:.80}, and no format is given; name its format,"
                 " such as 'vllm'"
             )
-        return format_named(request.for_format).read(
+        where = format_named(request.for_format).read(
             given,
             [layer.name for layer in request.profile.layers],
             [device.name for device in request.devices],
         )
+        return LayerMap(layer_devices=where)
     if isinstance(given, Placement):
-        if given.replicas:
-            raise InputError(
-                "the placement has replicas, and a map has none; evaluate a placement that was "
-                "solved with replicas='never'"
-            )
         if not given.layer_devices:
             raise InputError(
                 f"the placement is {given.status}: it has no map; give one that has layer_devices"
             )
-        given = given.layer_devices
+        return LayerMap(layer_devices=given.layer_devices, replicas=given.replicas)
+    if isinstance(given, LayerMap):
+        return given
     if not isinstance(given, Mapping):
         raise InputError(
             f"layer_devices is {kind_of(given)}; give a dictionary from layer to device, a "
-            "Placement, or a text together with its format"
+            "LayerMap, a Placement, or a text together with its format"
         )
     for layer, device in given.items():
         if not isinstance(layer, str) or not isinstance(device, str):
             raise InputError(
                 f"layer_devices has {layer!r:.80}: {device!r:.80}; give names of layers and devices"
             )
-    return dict(given)
+    return LayerMap(layer_devices=dict(given))
 
 
 def evaluated(
     request: PlacementRequest,
-    where: Map,
+    given: LayerMap,
     best: Placement | None = None,
     chosen_by: Placement | None = None,
 ) -> Evaluation:
     """Return the cost of a map and its faults.
 
-    The map has no replicas, even if the request allows them. The engine of ``request.for_format``
-    runs it, so what ``expressible`` adds to the request counts.
+    The map has its own replicas, or none, whatever the request allows. The engine of
+    ``request.for_format`` runs it, so what ``expressible`` adds to the request counts.
 
     Args:
         request: Request that the map answers.
-        where: Device of each layer.
+        given: Map.
         best: Known placement of the request.
         chosen_by: Placement from which the map comes. Objective ``step`` uses its micro-batches and
             schedule if the request allows them, and else the best choice for the map.
+
+    Raises:
+        InputError: The replicas do not fit the map, or the request has no replicas.
     """
     form, request = request.for_format, expressible(request)
+    where, replicas = given.layer_devices, given.replicas
+    if replicas:
+        require_replicas_fit(request, where, replicas)
     if request.objective == "generation":
-        return _of_generations(request, where, form, best)
+        return _of_generations(request, given, form, best)
     nothing = Evaluation(valid=False, faults=(), objective=request.objective, format=form)
-    faults = [*name_faults(request, where)]
+    faults = [*name_faults(request, where, replicas)]
     if faults:
         # Unknown names make every other check meaningless.
         return nothing.model_copy(update={"faults": tuple(faults)})
-    if request.objective == "step":
-        request = (question_of(request, chosen_by) if chosen_by is not None else None) or best_for(
-            request, where
+    cost: MapCosts | ReplicatedCosts
+    if replicas:
+        cost = evaluated_with_replicas(request, where, replicas, chosen_by, form)
+        single = _single_device(request)
+    else:
+        cost = costs_of_map(_chosen(request, where, chosen_by), where, form)
+        single = single_device(cost.problem)
+    found = nothing.model_copy(update={"faults": cost.faults})
+    if cost.value is not None:
+        found = found.model_copy(
+            update={
+                "valid": not cost.faults,
+                "objective_value": cost.value,
+                "stages": cost.stages,
+                "devices": cost.loads,
+                "single_device": single,
+            }
         )
-    problem = Problem.from_request(request)
-    faults += constraint_faults(request, where)
-    faults += link_faults(request, where)
-    index = {device.name: number for number, device in enumerate(problem.devices)}
-    assignment = [index[where[layer.name]] for layer in problem.layers]
-    result = costs.evaluate(problem, assignment)
-    # If all links are there, the stages form a cycle. Report the costs without contiguity as well.
-    if result is None and costs.passable(problem, assignment):
-        faults.append(not_contiguous(request, where, _remedy(form)))
-        result = costs.evaluate(replace(problem, contiguous=False), assignment)
-    if result is None:
-        return nothing.model_copy(update={"faults": tuple(faults)})
-    loads = device_loads(problem, assignment, result)
-    faults += memory_faults(loads)
-    faults += time_faults(request, loads)
-    found = nothing.model_copy(
-        update={
-            "valid": not faults,
-            "faults": tuple(faults),
-            "objective_value": result.objective_value,
-            "stages": tuple(problem.devices[number].name for number in result.stages),
-            "devices": loads,
-            "single_device": single_device(problem),
-        }
-    )
     return _compared(found, best) if best is not None else found
 
 
+def _chosen(request: PlacementRequest, where: Map, chosen_by: Placement | None) -> PlacementRequest:
+    """Return the request with all chosen but the map."""
+    if request.objective != "step":
+        return request
+    asked = None if chosen_by is None else question_of(request, chosen_by)
+    return asked or best_for(request, where)
+
+
+def _single_device(request: PlacementRequest) -> SingleDevice:
+    """Return the best that one device does with a batch that replicas share."""
+    if request.objective != "step":
+        return single_device(Problem.from_request(request))
+    return step_answer.single_device([Problem.from_request(asked) for asked in questions(request)])
+
+
 def _of_generations(
-    request: PlacementRequest, where: Map, form: FormatName | None, best: Placement | None
+    request: PlacementRequest, given: LayerMap, form: FormatName | None, best: Placement | None
 ) -> Evaluation:
     """Return the evaluation of a map for generations: its mean pass, times the number of passes."""
-    found = evaluated(generation.mean_pass_request(request), where)
+    found, where = evaluated(generation.mean_pass_request(request), given), given.layer_devices
     changed: dict[str, Any] = {"objective": "generation", "format": form}
     if found.objective_value is not None:
         changed["objective_value"] = generation.generation_ms(request, where)
@@ -240,13 +258,6 @@ def _of_generations(
         changed["single_device"] = generation.of_all(request, found.single_device)
     found = found.model_copy(update=changed)
     return _compared(found, best) if best is not None else found
-
-
-def _remedy(form: FormatName | None) -> str:
-    """Return what allows several segments of a device."""
-    if form is None:
-        return "constraints.contiguous = false allows this"
-    return f"a request without format {form!r} and with constraints.contiguous = false allows this"
 
 
 def with_best(found: Evaluation, request: PlacementRequest, best: Placement) -> Evaluation:

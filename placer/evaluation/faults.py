@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import permutations
 
-from placer.schema import DeviceLoad, Fault, FaultKind, PlacementRequest
+from placer.schema import DeviceLoad, Fault, FaultKind, PlacementRequest, Replica
 from placer.schema.faults import clip
 from placer.solver.problem import ROUNDING
 from placer.utils.units import bytes_text, count_text
@@ -17,8 +18,18 @@ Map = Mapping[str, str]
 """The device of each layer."""
 
 
-def name_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
-    """Yield the layers without a device, and the unknown layers and devices."""
+Replicas = Mapping[str, Sequence[Replica]]
+"""As ``Placement.replicas``: by device of a map, all devices that hold its layers."""
+
+
+def name_faults(request: PlacementRequest, where: Map, replicas: Replicas) -> Iterator[Fault]:
+    """Yield the layers without a device, and the unknown layers and devices.
+
+    Args:
+        request: the request.
+        where: the device of each layer.
+        replicas: by device of the map; empty without replicas.
+    """
     layers = {layer.name for layer in request.profile.layers}
     devices = [device.name for device in request.devices]
     if missing := [layer.name for layer in request.profile.layers if layer.name not in where]:
@@ -30,8 +41,9 @@ def name_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
         )
     unknown_devices = defaultdict(list)
     for layer, device in where.items():
-        if device not in devices:
-            unknown_devices[device].append(layer)
+        for name in [one.device for one in replicas.get(device, ())] or [device]:
+            if name not in devices:
+                unknown_devices[name].append(layer)
     for device, held in list(unknown_devices.items())[:MAX_NAMED]:
         detail = (
             f"{clip(device, 80)!r} is not a device of the cluster, which has {_listed(devices)}"
@@ -41,12 +53,14 @@ def name_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
 
 def constraint_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     """Yield the violated constraints: pins, bans, groups and numbers."""
-    yield from _layer_faults(request, where)
+    yield from device_faults(request, where)
     yield from _group_faults(request, where)
-    yield from _count_faults(request, where)
+    yield from device_count_faults(request, set(where.values()))
+    yield from _layer_count_faults(request, where)
 
 
-def _layer_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+def device_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+    """Yield the layers on a device that is not theirs: pins and bans."""
     rules = request.constraints
     for layer, device in rules.pinned.items():
         if where[layer] != device:
@@ -67,15 +81,24 @@ def _group_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
             yield _fault("colocation-broken", group, apart, detail)
 
 
-def _count_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
-    rules = request.constraints
-    used = sorted(set(where.values()))
+def device_count_faults(request: PlacementRequest, devices: Collection[str]) -> Iterator[Fault]:
+    """Yield the violated limits on the number of devices.
+
+    Args:
+        request: the request.
+        devices: all devices that hold layers.
+    """
+    rules, used = request.constraints, sorted(devices)
     if rules.max_devices is not None and len(used) > rules.max_devices:
         detail = f"it uses {count_text(len(used), 'device')}; max_devices is {rules.max_devices}"
         yield _fault("too-many-devices", (), used, detail)
     if rules.min_devices is not None and len(used) < rules.min_devices:
         detail = f"it uses {count_text(len(used), 'device')}; min_devices is {rules.min_devices}"
         yield _fault("too-few-devices", (), used, detail)
+
+
+def _layer_count_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+    rules = request.constraints
     for device, count in Counter(where.values()).items():
         if rules.max_layers is not None and count > rules.max_layers:
             detail = (
@@ -115,6 +138,19 @@ def link_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
             f" {_listed(values)} need"
         )
         yield _fault("link-missing", values, (source, target), detail)
+
+
+def exchange_faults(request: PlacementRequest, replicas: Replicas) -> Iterator[Fault]:
+    """Yield the missing links between replicas of a stage, which exchange gradients."""
+    links = {(link.source, link.target) for link in request.placed_on.links}
+    for members in replicas.values():
+        for source, target in permutations([one.device for one in members], 2):
+            if (source, target) not in links:
+                detail = (
+                    f"there is no link from {source!r} to {target!r}, which the gradients of their"
+                    " replicas need"
+                )
+                yield _fault("link-missing", (), (source, target), detail)
 
 
 def not_contiguous(request: PlacementRequest, where: Map, remedy: str) -> Fault:

@@ -29,7 +29,15 @@ from placer.schema.estimate import (
     EstimateRequest,
 )
 from placer.schema.joint import JointOptions, JointPlacement, JointRequest, ProfiledModel
-from placer.schema.judgement import Best, Comparison, Evaluation, Fault, FaultKind, Move
+from placer.schema.judgement import (
+    Best,
+    Comparison,
+    Evaluation,
+    Fault,
+    FaultKind,
+    LayerMap,
+    Move,
+)
 from placer.schema.options import (
     BatchOptions,
     Constraints,
@@ -101,6 +109,7 @@ __all__ = [
     "JointPlacement",
     "JointRequest",
     "Layer",
+    "LayerMap",
     "Limiting",
     "Limits",
     "Link",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from placer.schema.base import FormatName, Objective, Wire
 from placer.schema.export import Export
-from placer.schema.placement import DeviceLoad, Placement, SingleDevice
+from placer.schema.placement import DeviceLoad, Placement, Replica, SingleDevice
 
 FaultKind = Literal[
     "layer-missing",
@@ -42,6 +42,20 @@ class Fault(Wire):
     layers: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     missing_bytes: int = 0
+
+
+class LayerMap(Wire):
+    """A map of your own, possibly with several devices that hold a stage.
+
+    Attributes:
+        layer_devices: the device of each layer.
+        replicas: as ``Placement.replicas``: for each device of ``layer_devices``, all devices that
+            hold its layers, the device itself first, with the samples of a micro-batch that each
+            computes. Empty if every layer is on one device.
+    """
+
+    layer_devices: dict[str, str]
+    replicas: dict[str, tuple[Replica, ...]] = {}
 
 
 class Best(Wire):
@@ -99,7 +113,10 @@ class Evaluation(Wire):
 
 
 class Move(Wire):
-    """A layer on which maps differ, with its device in each map."""
+    """A layer on which maps differ, with its device in each map.
+
+    Of a placement with replicas, it has all devices that hold the layer, separated by commas.
+    """
 
     layer: str
     devices: tuple[str | None, ...]

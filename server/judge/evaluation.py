@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from placer.errors import InputError
-from placer.schema import Placement, PlacementRequest
+from placer.schema import LayerMap, Placement, PlacementRequest, Replica
 from placer.schema.base import FormatName, read_json
 
 from ..problem import Problem, invalid_body
@@ -34,7 +34,7 @@ class _Body(BaseModel):
 
 
 class EvaluateBody(_Body):
-    """Map to evaluate, as `layer_devices` or as `text` of another engine.
+    """Map to evaluate, as `layer_devices`, possibly with `replicas`, or as `text`.
 
     Attributes:
         request: Request that the map answers; if omitted, the request of the placement `?id=`.
@@ -42,12 +42,16 @@ class EvaluateBody(_Body):
             express.
         text: Map in the format, such as `8,9,9,6` of `vllm`; stage i is on the i-th device.
         layer_devices: Device of each layer.
+        replicas: For each device of `layer_devices`, all devices that hold its layers, itself
+            first, with the samples of a micro-batch that each computes; none if each layer is on
+            one device.
     """
 
     request: PlacementRequest | None = None
     format: FormatName | None = None
     text: str | None = None
     layer_devices: Map | None = Field(None, validate_default=True)
+    replicas: dict[str, tuple[Replica, ...]] = {}
 
     @field_validator("layer_devices")
     @classmethod
@@ -60,6 +64,16 @@ class EvaluateBody(_Body):
                 if given is None
                 else "is given together with text; give one of the two"
             )
+        return given
+
+    @field_validator("replicas")
+    @classmethod
+    def _of_a_map(
+        cls, given: dict[str, tuple[Replica, ...]], info: ValidationInfo
+    ) -> dict[str, tuple[Replica, ...]]:
+        """Check that a text comes without replicas."""
+        if given and info.data.get("text") is not None:
+            raise ValueError("are given together with text; give layer_devices instead")
         return given
 
 
@@ -113,7 +127,7 @@ class EvaluationInput(NamedTuple):
 def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
     """Evaluate a map, and return an Evaluation as JSON or the body's problem."""
     # Imported here, since only the worker process needs the solver.
-    from placer.evaluation.evaluate import evaluated, for_format, layer_devices_of, with_best
+    from placer.evaluation.evaluate import evaluated, for_format, map_of, with_best
 
     # Safe to unpickle: this service pickled it. The client's bytes inside it are only parsed.
     given: EvaluationInput = pickle.loads(payload)
@@ -122,10 +136,12 @@ def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> byte
     except ValidationError as error:
         return invalid_body(error, EvaluateBody)
     request = for_format(body.request or _request_of(given.stored), body.format)
-    given_map = body.text if body.layer_devices is None else body.layer_devices
-    where = layer_devices_of(request, given_map)
+    if body.layer_devices is None:
+        given_map = map_of(request, body.text)
+    else:
+        given_map = LayerMap(layer_devices=body.layer_devices, replicas=body.replicas)
     known = _known_best(request, given.stored)
-    found = evaluated(request, where, known)
+    found = evaluated(request, given_map, known)
     if given.best is not None:
         found = with_best(found, request, known or _solved(request, given.best, stop))
     return found.model_dump_json().encode()
@@ -134,6 +150,7 @@ def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> byte
 def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
     """Compare maps, and return a Comparison as JSON or the body's problem."""
     from placer.evaluation.compare import compare
+    from placer.evaluation.evaluate import map_of
 
     given: EvaluationInput = pickle.loads(payload)
     try:
@@ -144,8 +161,9 @@ def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes
     placements = {
         stored.id: Placement.model_validate_json(stored.placement) for stored in given.stored
     }
-    maps = {name: placement.layer_devices for name, placement in placements.items()}
-    return compare(request, {**maps, **body.maps}, placements).model_dump_json().encode()
+    maps = {name: map_of(request, placement) for name, placement in placements.items()}
+    own = {name: LayerMap(layer_devices=where) for name, where in body.maps.items()}
+    return compare(request, {**maps, **own}, placements).model_dump_json().encode()
 
 
 def _request_of(stored: Sequence[StoredPlacement]) -> PlacementRequest:

@@ -210,7 +210,7 @@ def _evaluated(
 
     problem = Problem.from_request(asked)
     if placement.replicas:
-        problem = replace(problem, replication=replication_of(request, placement))
+        problem = replace(problem, replication=replication_of(request, placement.replicas))
     index = {device.name: number for number, device in enumerate(problem.devices)}
     assignment = [index[placement.layer_devices[layer.name]] for layer in problem.layers]
     for contiguous in dict.fromkeys((problem.contiguous, False)):

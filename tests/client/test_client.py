@@ -18,10 +18,12 @@ from placer.schema import (
     Estimate,
     EstimateRequest,
     JointRequest,
+    LayerMap,
     MemoryUse,
     Node,
     Placement,
     PlacementRequest,
+    Replica,
 )
 from placer_client import AsyncClient, Client, exchange
 from placer_client.event_stream import EventStream
@@ -130,6 +132,12 @@ def test_place_posts_the_request_and_returns_the_placement(ask, request_):
     assert json.loads(script.calls[0].content)["schema_version"] == "3"
 
 
+COPIES = LayerMap(
+    layer_devices={"a": "cpu:0"},
+    replicas={"cpu:0": (Replica(device="cpu:0", samples=1), Replica(device="cpu:1", samples=1))},
+)
+
+
 @pytest.mark.parametrize(
     ("given", "options", "query", "content"),
     [
@@ -140,6 +148,7 @@ def test_place_posts_the_request_and_returns_the_placement(ask, request_):
             f"id={KEY}&best=true",
             {"text": "1,1", "format": "vllm"},
         ),
+        (COPIES, {"id": KEY}, f"id={KEY}", COPIES.model_dump(mode="json")),
     ],
 )
 def test_evaluate_posts_a_map_or_a_text(flavour, given, options, query, content):

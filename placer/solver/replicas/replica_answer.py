@@ -107,7 +107,7 @@ def placement_of_shares(
         name: answer.device_loads(problem, alone, result)[0]
         for name, problem, result in zip(names, problems, results, strict=True)
     }
-    step = _step_of_shares(request, found, results)
+    step = step_of_shares(request, results)
     step = step.model_copy(update={"measured_batch_sizes": _measured(shares, found)})
     changed = {
         "objective_value": step.isolated_ms,
@@ -132,10 +132,13 @@ def _measured(shares: UnevenShares, found: SharedBatch) -> tuple[int, ...]:
     return () if set(found.samples) <= set(known) else known
 
 
-def _step_of_shares(
-    request: PlacementRequest, found: SharedBatch, results: Sequence[costs.Costs]
-) -> Step:
-    """Return the step of devices that wait for the slowest of them."""
+def step_of_shares(request: PlacementRequest, results: Sequence[costs.Costs]) -> Step:
+    """Return the step of devices that wait for the slowest of them.
+
+    Args:
+        request: the whole question.
+        results: by device, the costs of the whole model and its share.
+    """
     exchanged = [result.exchanges[0] for result in results]
     passes_ms = []
     for result in results:

@@ -13,16 +13,24 @@ recomputation rule, and between two positions equal links.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from placer.schema import Constraints, Device, Placement, PlacementRequest, Profile
+from placer.schema import (
+    Constraints,
+    Device,
+    PlacementRequest,
+    Profile,
+    Replica,
+    Schedule,
+)
 from placer.schema.request import OBJECTIVES_OF_REPLICAS
 from placer.solver.replicas.replication import (
     Links,
     Replication,
+    can_interpolate,
     profile_of_share,
     replication,
     shared_profile,
@@ -160,56 +168,88 @@ def question_of_pipeline(
     return request.model_copy(update=changed | {"profile": own, "profiles": tuple(others)})
 
 
-def question_of_first_pipeline(
-    request: PlacementRequest, placement: Placement
-) -> PlacementRequest | None:
-    """Return the question that the first pipeline of a placement answers, or None if none is.
+def pipelines_of(
+    request: PlacementRequest, replicas: Mapping[str, Sequence[Replica]]
+) -> list[tuple[Replica, ...]]:
+    """Return the replicas of each pipeline, in the cluster's order of the first pipeline's devices.
 
     Args:
         request: the whole question.
-        placement: its answer, with replicas.
+        replicas: as ``Placement.replicas``, equally many of every stage.
     """
-    first = {members[0].device for members in placement.replicas.values()}
-    members = next(iter(placement.replicas.values()))
-    devices = tuple(device for device in request.devices if device.name in first)
+    by_position = [replicas[one.name] for one in request.devices if one.name in replicas]
+    return list(zip(*by_position, strict=True))
+
+
+def question_of_replicas(
+    request: PlacementRequest,
+    pipeline: Sequence[Replica],
+    count: int,
+    chunks: int,
+    order: Schedule,
+    contiguous: bool,
+) -> PlacementRequest | None:
+    """Return the question that one of several pipelines answers, with all chosen but the map.
+
+    It is None if the cluster lacks a device, or if the share is not between measured sizes.
+
+    Args:
+        request: the whole question.
+        pipeline: its devices and their shares.
+        count: the number of pipelines.
+        chunks: micro-batches in a batch.
+        order: of the micro-batches.
+        contiguous: whether stages are contiguous.
+    """
+    device_of = {device.name: device for device in request.devices}
+    names = [one.device for one in pipeline]
     every = sorted((request.profile, *request.profiles), key=lambda profile: profile.batch_size)
-    share = members[0].samples
-    if len(devices) < len(first) or not every[0].batch_size <= share <= every[-1].batch_size:
+    share = pipeline[0].samples
+    is_measured = any(profile.batch_size == share for profile in every)
+    is_between = every[0].batch_size <= share <= every[-1].batch_size and can_interpolate(every)
+    if not device_of.keys() >= set(names) or not (is_measured or is_between):
         return None
     links = tuple(
-        link for link in request.placed_on.links if link.source in first and link.target in first
+        link for link in request.placed_on.links if link.source in names and link.target in names
     )
+    devices = tuple(device_of[name] for name in names)
+    # Rules that name or count devices are about all pipelines.
     rules = request.constraints.model_copy(
-        update={"max_devices": None, "min_devices": None, "contiguous": placement.contiguous}
+        update={
+            "max_devices": None,
+            "min_devices": None,
+            "pinned": {},
+            "forbidden": {},
+            "contiguous": contiguous,
+        }
     )
     return request.model_copy(
         update={
-            "profile": shared_profile(profile_of_share(every, share), len(members)),
+            "profile": shared_profile(profile_of_share(every, share), count),
             "profiles": (),
             "batch_size": None,
             "cluster": request.placed_on.model_copy(update={"devices": devices, "links": links}),
-            "chunks": placement.chunks,
-            "schedule": placement.schedule,
+            "chunks": chunks,
+            "schedule": order,
             "constraints": rules,
             "explain": False,
         }
     )
 
 
-def replication_of(request: PlacementRequest, placement: Placement) -> Replication | None:
-    """Return what the replicas of a placement cost.
+def replication_of(
+    request: PlacementRequest, replicas: Mapping[str, Sequence[Replica]]
+) -> Replication | None:
+    """Return what replicas cost, or None if two of a stage are not linked.
 
     Args:
         request: the whole question.
-        placement: its answer, with replicas.
+        replicas: as ``Placement.replicas``, equally many of every stage.
     """
     links = {(link.source, link.target): link for link in request.placed_on.links}
     device_of = {device.name: device for device in request.devices}
-    first = [device.name for device in request.devices if device.name in placement.replicas]
-    positions = [
-        [device_of[replica.device] for replica in placement.replicas[name]] for name in first
-    ]
-    return replication(positions, links)
+    positions = zip(*pipelines_of(request, replicas), strict=True)
+    return replication([[device_of[one.device] for one in own] for own in positions], links)
 
 
 def _fitting(request: PlacementRequest, samples: int) -> list[Profile]:

@@ -18,7 +18,7 @@ from placer.schema import (
 from placer.solver import costs
 from placer.solver.problem import FREE_LINK, Problem
 from placer.solver.reduce import Reduction, reduced
-from placer.solver.replicas.replica_shapes import question_of_first_pipeline
+from placer.solver.replicas.replica_shapes import pipelines_of, question_of_replicas
 from placer.solver.replicas.replication import Replication
 from placer.solver.step import step_bounds
 
@@ -106,7 +106,7 @@ def by_segment(problem: Problem) -> bool:
 def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:
     """Return the request once for each profile, micro-batches, schedule and kind of placement."""
     for profile, chunks in request.micro_batches():
-        for contiguous, order in _kinds(request):
+        for contiguous, order in kinds(request):
             yield question(request, profile, chunks, order, contiguous)
 
 
@@ -143,7 +143,9 @@ def question_of(request: PlacementRequest, placement: Placement) -> PlacementReq
         replicas it is the question that the first pipeline answers.
     """
     if placement.replicas:
-        return question_of_first_pipeline(request, placement)
+        pipelines = pipelines_of(request, placement.replicas)
+        chosen = placement.chunks, placement.schedule, placement.contiguous
+        return question_of_replicas(request, pipelines[0], len(pipelines), *chosen)
     if request.objective != "step":
         return request
     choice = (placement.batch_size, placement.chunks, placement.schedule, placement.contiguous)
@@ -178,7 +180,7 @@ def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRe
     return min(questions(request), key=rank)
 
 
-def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
+def kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
     """Return whether placements are contiguous, and the schedule."""
     asked = request.schedule
     # A device that must recompute does so for whole stages, so segments are not possible there.

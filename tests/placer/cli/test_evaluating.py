@@ -87,6 +87,32 @@ def test_options_make_the_request_as_for_solve(run: Run, chain_file: Path) -> No
     assert [fault.kind for fault in found.faults] == ["pin-broken", "out-of-memory"]
 
 
+def test_a_map_with_replicas_is_judged_in_training(run: Run, tmp_path: Path) -> None:
+    profile = chain([3.0, 1.0])
+    layers = [
+        one.model_copy(update={"backward_ms": one.forward_ms, "grad_bytes": 1000})
+        for one in profile.layers
+    ]
+    file, copies = tmp_path / "profile.json", tmp_path / "copies.json"
+    file.write_text(
+        profile.model_copy(update={"layers": tuple(layers), "training": True}).to_json()
+    )
+    members = [{"device": f"cuda:{number}", "samples": profile.batch_size} for number in (0, 1)]
+    content = {"layer_devices": {"l0": "cuda:0", "l1": "cuda:0"}, "replicas": {"cuda:0": members}}
+    copies.write_text(json.dumps(content))
+    options = ("--profile", file, "--training", "--objective", "step", "--chunks", "4")
+    answer = run("evaluate", copies, *options)
+    assert not answer.err, answer.err
+    found = judged(answer.out)
+    # each copy computes two micro-batches of 3 + 1 ms, forwards and backwards
+    assert found.objective_value == pytest.approx(16.0, rel=1e-3)
+    assert [one.layers for one in found.devices[:2]] == [2, 2]
+    copies.write_text(json.dumps({**content, "replicas": {"cuda:1": members}}))
+    answer = run("evaluate", copies, *options)
+    assert answer.code == 2
+    assert "replicas are given for ['cuda:1']" in answer.err
+
+
 def test_a_whole_request_is_judged_as_it_stands(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "request.json"
     request = PlacementRequest(profile=chain([3.0, 1.0]), objective="memory")

@@ -16,11 +16,11 @@ from placer.schema import (
     Device,
     Edge,
     Layer,
+    LayerMap,
     Link,
     Placement,
     PlacementRequest,
     Profile,
-    Replica,
     SolveOptions,
 )
 from placer.schema.base import FormatName
@@ -52,7 +52,7 @@ def test_the_best_of_all_valid_maps_is_the_solvers_optimum(changes):
     values = [
         found.objective_value
         for where in every_map(request)
-        if (found := evaluated(request, where)).valid
+        if (found := evaluated(request, LayerMap(layer_devices=where))).valid
     ]
     assert min(values) == pytest.approx(solve(request).objective_value)
 
@@ -63,7 +63,7 @@ def test_a_map_is_valid_exactly_if_the_independent_referee_takes_it():
     )
     verdicts, answer = set(), solve(request)
     for where in every_map(request):
-        found = evaluated(request, where)
+        found = evaluated(request, LayerMap(layer_devices=where))
         verdicts.add(found.valid)
         single = found.single_device.objective_value
         placement = answer.model_copy(
@@ -244,22 +244,9 @@ def test_a_map_is_invalid_although_no_placement_is_possible() -> None:
     assert found.best.speedup is None
 
 
-def replicated() -> Placement:
-    return Placement(
-        status="feasible",
-        objective="throughput",
-        layer_devices={"l0": "cuda:0"},
-        replicas={
-            "cuda:0": (Replica(device="cuda:0", samples=1), Replica(device="cuda:1", samples=1))
-        },
-        batch_size=2,
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((chain([1.0]), replicated()), "the placement has replicas, and a map has none"),
         (
             (chain([1.0]), Placement(status="unknown", objective="throughput")),
             "the placement is unknown: it has no map",

@@ -6,6 +6,7 @@ import pytest
 from evaluated_maps import EVEN, example
 
 from placer.evaluation.evaluate import evaluated
+from placer.schema import LayerMap
 
 FAULTS = {
     "layer-missing": ({}, lambda m: m.pop("head"), "'head' has no device"),
@@ -54,7 +55,7 @@ def test_a_fault_of_a_map_is_named(kind):
     changes, spoil, words = FAULTS[kind]
     where = dict(EVEN)
     spoil(where)
-    found = evaluated(example(**changes), where)
+    found = evaluated(example(**changes), LayerMap(layer_devices=where))
     assert (found.valid, found.faults[0].kind) == (False, kind)
     assert words in found.faults[0].detail
 
@@ -62,7 +63,7 @@ def test_a_fault_of_a_map_is_named(kind):
 def test_a_map_that_does_not_fit_says_how_many_bytes_are_short():
     # 0.5 + 1 GiB of weights, as much of gradients, twice as much for Adam: 6 GiB on each of two
     # devices of 2 GiB. A value that is kept, one that is sent, and its gradient take 16 MiB each.
-    found = evaluated(example("infeasible"), EVEN)
+    found = evaluated(example("infeasible"), LayerMap(layer_devices=EVEN))
     assert [fault.kind for fault in found.faults] == ["out-of-memory"] * 2
     assert found.faults[0].missing_bytes == 4 * 2**30 + 3 * 2**24
 
@@ -72,6 +73,6 @@ def test_a_map_over_a_missing_link_is_named_and_has_no_value():
     request = example(
         cluster={"devices": [device.model_dump() for device in example().devices], "links": [back]}
     )
-    found = evaluated(request, EVEN)
+    found = evaluated(request, LayerMap(layer_devices=EVEN))
     assert {fault.kind for fault in found.faults} == {"link-missing"}
     assert found.objective_value is None

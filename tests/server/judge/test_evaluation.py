@@ -61,6 +61,24 @@ def test_two_past_placements_are_compared_without_a_body(serve, request_body):
     assert all(evaluation["valid"] for evaluation in found["evaluations"])
 
 
+def test_copies_of_the_model_are_judged_and_compared_with_the_best_shape(serve, request_body):
+    client = serve(solve)
+    together = {"colocated": [list(examples.own_map())]}
+    asked = request_body(objective="step", chunks=2, replicas="auto", constraints=together)
+    placed = client.post("/v1/placements?wait=20", json=asked).json()
+    assert [len(members) for members in placed["replicas"].values()] == [2]
+    alone = dict.fromkeys(placed["layer_devices"], "cuda:0")
+    found = client.post(f"{COMPARE}?id={placed['id']}", json={"maps": {"alone": alone}}).json()
+    assert [one["valid"] for one in found["evaluations"]] == [True, True]
+    assert found["best"] == placed["id"]
+    names = {"layer_devices": placed["layer_devices"], "replicas": placed["replicas"]}
+    same = client.post(f"{EVALUATE}?id={placed['id']}", json=names).json()
+    assert (same["devices"], same["above_best"]) == (placed["devices"], 0.0)
+    one_sided = {**names, "replicas": {"cuda:1": placed["replicas"]["cuda:0"]}}
+    refused = client.post(f"{EVALUATE}?id={placed['id']}", json=one_sided)
+    assert (refused.status_code, "the map has layers on" in refused.json()["detail"]) == (422, True)
+
+
 def test_a_text_of_an_engine_is_judged_against_the_best_that_its_format_can_express(
     service, request_body
 ):

@@ -21,6 +21,7 @@ from rows import row
 from small_requests import examples, small_requests
 
 from placer.evaluation.compare import compare
+from placer.evaluation.evaluate import map_of
 from placer.report.page import html_report
 from placer.report.pictures import placed_chart
 from placer.schema import Cluster, Constraints, Device, Link, Placement, PlacementRequest, Profile
@@ -243,7 +244,7 @@ def test_placements_are_compared_by_their_own_schedules():
     )
     found = compare(
         request,
-        {"slow": slow.layer_devices, "best": best.layer_devices},
+        {"slow": map_of(request, slow), "best": map_of(request, best)},
         {"slow": slow, "best": best},
     )
     assert [one.objective_value for one in found.evaluations] == [

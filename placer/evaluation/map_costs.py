@@ -1,0 +1,89 @@
+"""The costs of one map, with its faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from placer.evaluation.faults import (
+    Map,
+    constraint_faults,
+    link_faults,
+    memory_faults,
+    not_contiguous,
+    time_faults,
+)
+from placer.schema import DeviceLoad, Fault, PlacementRequest
+from placer.schema.base import FormatName
+from placer.solver import costs
+from placer.solver.answer import device_loads
+from placer.solver.problem import Problem
+from placer.solver.replicas.gradient_exchange import with_amortised_exchanges
+from placer.solver.replicas.replication import Replication
+
+
+class MapCosts(NamedTuple):
+    """A map, evaluated.
+
+    Attributes:
+        problem: with which it was evaluated.
+        result: its costs; None if a link is missing.
+        loads: of each device; empty without costs.
+        faults: the violated requirements.
+    """
+
+    problem: Problem
+    result: costs.Costs | None
+    loads: tuple[DeviceLoad, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def value(self) -> float | None:
+        """The objective; None without costs."""
+        return None if self.result is None else self.result.objective_value
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The devices that hold layers, in pipeline order; empty without costs."""
+        stages = () if self.result is None else self.result.stages
+        return tuple(self.problem.devices[number].name for number in stages)
+
+
+def costs_of_map(
+    request: PlacementRequest,
+    where: Map,
+    form: FormatName | None = None,
+    replication: Replication | None = None,
+) -> MapCosts:
+    """Return the costs and the faults of a map whose names are all known.
+
+    Args:
+        request: the question, with all chosen but the map.
+        where: the device of each layer.
+        form: the format to which the user restricts placements, if any.
+        replication: what replicas of the devices cost; None without replicas.
+    """
+    problem = Problem.from_request(request)
+    if replication is not None and request.objective == "throughput":
+        problem = with_amortised_exchanges(problem, replication)
+    elif replication is not None:
+        problem = replace(problem, replication=replication)
+    faults = [*constraint_faults(request, where), *link_faults(request, where)]
+    assignment = problem.assignment_of(where)
+    result = costs.evaluate(problem, assignment)
+    # If all links are there, the stages form a cycle. Report the costs without contiguity as well.
+    if result is None and costs.passable(problem, assignment):
+        faults.append(not_contiguous(request, where, _remedy(form)))
+        result = costs.evaluate(replace(problem, contiguous=False), assignment)
+    if result is None:
+        return MapCosts(problem, None, (), tuple(faults))
+    loads = device_loads(problem, assignment, result)
+    faults += [*memory_faults(loads), *time_faults(request, loads)]
+    return MapCosts(problem, result, loads, tuple(faults))
+
+
+def _remedy(form: FormatName | None) -> str:
+    """Return what allows several segments of a device."""
+    if form is None:
+        return "constraints.contiguous = false allows this"
+    return f"a request without format {form!r} and with constraints.contiguous = false allows this"

@@ -1,0 +1,229 @@
+"""Evaluation of maps whose stages several devices hold: each pipeline, and what they exchange.
+
+replicas by stage ──▶ R pipelines ──▶ each one's question and costs ──┬──▶ loads and faults
+                         └──▶ what the replicas of a stage exchange ──┘    objective of all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from placer.errors import InputError
+from placer.evaluation.faults import (
+    Map,
+    Replicas,
+    device_count_faults,
+    device_faults,
+    exchange_faults,
+)
+from placer.evaluation.map_costs import MapCosts, costs_of_map
+from placer.schema import DeviceLoad, Fault, Placement, PlacementRequest, Schedule
+from placer.schema.base import FormatName
+from placer.schema.request import OBJECTIVES_OF_REPLICAS
+from placer.solver.replicas.replica_answer import idle, marked, step_of_shares
+from placer.solver.replicas.replica_shapes import (
+    pipelines_of,
+    question_of_replicas,
+    replication_of,
+)
+from placer.solver.step.choices import kinds
+
+
+class ReplicatedCosts(NamedTuple):
+    """A map with replicas, evaluated.
+
+    Attributes:
+        value: the objective; None if a link is missing.
+        stages: the devices of the first pipeline, in pipeline order.
+        loads: of each device of the request; empty if a link is missing.
+        faults: the violated requirements.
+    """
+
+    value: float | None
+    stages: tuple[str, ...]
+    loads: tuple[DeviceLoad, ...]
+    faults: tuple[Fault, ...]
+
+
+class _Run(NamedTuple):
+    """What is chosen besides the map."""
+
+    chunks: int
+    order: Schedule
+    contiguous: bool
+
+
+def require_replicas_fit(request: PlacementRequest, where: Map, replicas: Replicas) -> None:
+    """Raise an InputError unless replicas fit a map and can share the request's micro-batches.
+
+    Args:
+        request: the question.
+        where: the device of each layer.
+        replicas: by device of the map.
+    """
+    if request.objective not in OBJECTIVES_OF_REPLICAS or not request.is_training:
+        kind = "training" if request.is_training else "inference"
+        raise InputError(
+            f"the map has replicas, and the request asks for objective {request.objective!r} of "
+            f"{kind}; replicas are evaluated for training under objective 'step' or 'throughput'"
+        )
+    held = sorted(set(where.values()))
+    if sorted(replicas) != held:
+        raise InputError(
+            f"replicas are given for {sorted(replicas)}, and the map has layers on {held}; give the"
+            " replicas of each of these devices, itself among them"
+        )
+    _require_pipelines(replicas)
+    _require_shares(request, replicas)
+
+
+def _require_pipelines(replicas: Replicas) -> None:
+    counts = {name: len(members) for name, members in replicas.items()}
+    if len(set(counts.values())) > 1 or min(counts.values()) < 2:
+        raise InputError(
+            f"the devices have {counts} replicas; give two or more, and equally many of each"
+        )
+    for name, members in replicas.items():
+        if members[0].device != name:
+            raise InputError(
+                f"replicas of {name!r}: the first one is {members[0].device!r}; give {name!r} first"
+            )
+    used = [one.device for members in replicas.values() for one in members]
+    if twice := sorted({name for name in used if used.count(name) > 1}):
+        raise InputError(f"replicas: {twice[0]!r} is given twice; a device holds one replica")
+
+
+def _require_shares(request: PlacementRequest, replicas: Replicas) -> None:
+    shares = {tuple(one.samples for one in members) for members in replicas.values()}
+    if len(shares) > 1:
+        raise InputError(
+            f"replicas have {sorted(shares)} samples; give every stage the same shares"
+        )
+    (samples,) = shares
+    if request.objective == "throughput":
+        expected, size = request.profile.batch_size, request.chunks
+        if set(samples) != {expected} or size % len(samples):
+            raise InputError(
+                f"replicas have {samples} samples of {size} micro-batches; under objective "
+                f"'throughput' each computes {expected} samples, as profiled, and the number of "
+                "micro-batches (chunks) is a multiple of the number of replicas"
+            )
+    elif request.whole_batch_size % sum(samples):
+        raise InputError(
+            f"replicas have {samples} samples, {sum(samples)} in all; a batch of "
+            f"{request.whole_batch_size} samples has to be a multiple of that (batch_size)"
+        )
+
+
+def evaluated_with_replicas(
+    request: PlacementRequest,
+    where: Map,
+    replicas: Replicas,
+    chosen_by: Placement | None = None,
+    form: FormatName | None = None,
+) -> ReplicatedCosts:
+    """Return the costs and the faults of a map with replicas, whose names are all known.
+
+    Args:
+        request: the question.
+        where: the device of each layer.
+        replicas: which ``require_replicas_fit`` accepts.
+        chosen_by: the placement from which the map comes. Objective ``step`` uses its micro-batches
+            and schedule, and else the best schedule for the map.
+        form: the format to which the user restricts placements, if any.
+    """
+    devices = {one.device for own in replicas.values() for one in own}
+    faults = [
+        *device_count_faults(request, devices),
+        *(
+            fault
+            for own in _maps(request, where, replicas)
+            for fault in device_faults(request, own)
+        ),
+        *exchange_faults(request, replicas),
+    ]
+    exchange = replication_of(request, replicas)
+    if exchange is None:
+        return ReplicatedCosts(None, (), (), tuple(faults))
+    tried = []
+    for run in _runs(request, replicas, chosen_by):
+        members = [
+            costs_of_map(asked, own, form, exchange)
+            for asked, own in zip(
+                _questions(request, replicas, run), _maps(request, where, replicas), strict=True
+            )
+        ]
+        tried.append((members, _value(request, members)))
+    members, value = min(
+        tried, key=lambda one: (any(member.faults for member in one[0]), one[1] or inf)
+    )
+    found = {(fault.kind, fault.layers or fault.devices): fault for fault in faults}
+    for fault in (fault for member in members for fault in member.faults):
+        found.setdefault((fault.kind, fault.layers or fault.devices), fault)
+    if value is None:
+        return ReplicatedCosts(None, (), (), tuple(found.values()))
+    loads = {load.device: load for member in members for load in member.loads}
+    return ReplicatedCosts(
+        value,
+        members[0].stages,
+        marked([loads.get(one.name) or idle(one) for one in request.devices]),
+        tuple(found.values()),
+    )
+
+
+def _runs(
+    request: PlacementRequest, replicas: Replicas, chosen_by: Placement | None
+) -> Iterator[_Run]:
+    """Yield what may be chosen besides the map."""
+    members = next(iter(replicas.values()))
+    if request.objective == "throughput":
+        chunks = request.chunks // len(members)
+    else:
+        chunks = request.whole_batch_size // sum(one.samples for one in members)
+    if chosen_by is not None:
+        yield _Run(chunks, chosen_by.schedule, chosen_by.contiguous)
+        return
+    for contiguous, order in kinds(request):
+        yield _Run(chunks, order, contiguous)
+
+
+def _maps(request: PlacementRequest, where: Map, replicas: Replicas) -> list[dict[str, str]]:
+    """Return the map of each pipeline."""
+    first, *_ = pipelines = pipelines_of(request, replicas)
+    twins = [
+        {one.device: mine.device for one, mine in zip(first, pipeline, strict=True)}
+        for pipeline in pipelines
+    ]
+    return [{layer: twin[device] for layer, device in where.items()} for twin in twins]
+
+
+def _questions(
+    request: PlacementRequest, replicas: Replicas, run: _Run
+) -> Iterator[PlacementRequest]:
+    """Yield what each pipeline is asked for."""
+    pipelines = pipelines_of(request, replicas)
+    for pipeline in pipelines:
+        asked = question_of_replicas(request, pipeline, len(pipelines), *run)
+        if asked is None:
+            sizes = sorted({one.batch_size for one in (request.profile, *request.profiles)})
+            raise InputError(
+                f"a replica computes {pipeline[0].samples} samples, and micro-batches of {sizes} "
+                "samples were measured; give shares between these, or profile others (batch_sizes)"
+            )
+        yield asked
+
+
+def _value(request: PlacementRequest, members: Sequence[MapCosts]) -> float | None:
+    """Return the objective of all pipelines, which wait for the slowest one."""
+    results = [member.result for member in members if member.result is not None]
+    if len(results) < len(members):
+        return None
+    slowest = max(result.objective_value for result in results)
+    if request.objective == "throughput":
+        return slowest / len(members)
+    if len(results[0].stages) > 1:
+        return slowest
+    # whole copies of the model may be on unlike devices, with unlike shares
+    return step_of_shares(request, results).isolated_ms
