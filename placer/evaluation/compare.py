@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from placer.errors import InputError
 from placer.evaluation.evaluate import evaluated
 from placer.schema import Comparison, LayerMap, Move, Placement, PlacementRequest
+from placer.schema.placement import holders
 from placer.utils.units import count_text
 
 # Largest number of layers of a comparison that are listed; further ones are counted.
@@ -44,10 +45,10 @@ def compare(
         for name, one in zip(maps, evaluations, strict=True)
         if one.valid and one.objective_value is not None
     ]
+    held_by = [holders(given.layer_devices, given.replicas) for given in maps.values()]
     every = [*dict.fromkeys(layer.name for layer in request.profile.layers)]
     rows = [
-        Move(layer=layer, devices=tuple(_held_by(layer, given) for given in maps.values()))
-        for layer in every
+        Move(layer=layer, devices=tuple(held.get(layer) for held in held_by)) for layer in every
     ]
     moves = [row for row in rows if len(set(row.devices)) > 1]
     return Comparison(
@@ -57,10 +58,3 @@ def compare(
         moves=tuple(moves[:MAX_MOVES]),
         moved_layers=len(moves),
     )
-
-
-def _held_by(layer: str, given: LayerMap) -> str | None:
-    """Return the name of a layer's device, or the names of all devices that hold it."""
-    device = given.layer_devices.get(layer)
-    replicas = given.replicas.get(device, ()) if device is not None else ()
-    return ", ".join(one.device for one in replicas) or device

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from placer.errors import InputError
 from placer.schema import DeviceLoad, Layer, Placement, Profile
+from placer.schema.placement import holders
 from placer.utils.units import bytes_text, ms_text
 
 __all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "comparison_table"]
@@ -234,7 +235,10 @@ def _placements(first: Placement, second: Placement) -> PlacementComparison:
             name: _change(_held_bytes(here.get(name)), _held_bytes(there.get(name)))
             for name in names
         },
-        moves=_moves(first.layer_devices, second.layer_devices),
+        moves=_moves(
+            holders(first.layer_devices, first.replicas),
+            holders(second.layer_devices, second.replicas),
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from placer.report.explain import proven, segment_texts
 from placer.report.pictures import device_bars, estimate_bars, layer_charts, placed_chart
 from placer.report.rendering import PAGE_WIDTH, plain_text
 from placer.schema import Cluster, Estimate, Placement, PlacementRequest, Profile
+from placer.schema.placement import holders
 from placer.utils.units import Text, bytes_text, count_text, ms_text
 
 __all__ = ["html_report", "legend", "page"]
@@ -107,7 +108,7 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
     # times of the same micro-batch size can be shown by device
     elif profile is not None:
         sections.append(_columns(placed_chart(placement, profile)))
-    sections.append(_places(placement.layer_devices))
+    sections.append(_places(holders(placement.layer_devices, placement.replicas)))
     return sections
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -108,6 +109,21 @@ class Replica(Wire):
 
     device: Name
     samples: Annotated[int, Field(ge=1)]
+
+
+def holders(
+    layer_devices: Mapping[str, str], replicas: Mapping[str, Sequence[Replica]]
+) -> dict[str, str]:
+    """Return, by layer, the name of its device, or the names of all devices that hold it.
+
+    Args:
+        layer_devices: by layer, its device.
+        replicas: as ``Placement.replicas``.
+    """
+    return {
+        layer: ", ".join(one.device for one in replicas.get(device, ())) or device
+        for layer, device in layer_devices.items()
+    }
 
 
 class SingleDevice(Wire):

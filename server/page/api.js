@@ -23,7 +23,7 @@ export async function text(path, signal) {
   return (await send("GET", path, undefined, signal)).text();
 }
 
-export async function post(path, body, signal) {
+async function post(path, body, signal) {
   return (await send("POST", path, body, signal)).json();
 }
 

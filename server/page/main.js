@@ -1,9 +1,9 @@
 // The page's state and events: the question, the running solve, and the shown answers.
 
-import { Problem, get, post, remove, solve, text, useKey } from "./api.js";
+import { Problem, get, remove, solve, text, useKey } from "./api.js";
 import { amount, byId, element, percent } from "./dom.js";
 import { changed, clusterOf, generates, knobsOf, leastMemory, mostDevices, questionOf, trains } from "./question.js";
-import { show } from "./view.js";
+import { holders, show } from "./view.js";
 
 // Time after the last change before a new solve starts.
 const PAUSE_MS = 250;
@@ -187,7 +187,7 @@ async function ask() {
     if (solving.signal.aborted) return;
     Object.assign(state, { asked: request, placement, timeline: timelineOf(placement), current: true });
     say(ended(placement));
-    await compare().catch(fail);
+    compare();
     draw();
   } catch (error) {
     if (error.name === "AbortError" || solving.signal.aborted) return;
@@ -258,19 +258,18 @@ function draw() {
   show(byId("current"), placement, asked, { title: kept ? "Now" : asked.profile.model || "Placement", moved, pinned, onPick, timeline: state.timeline });
 }
 
-/** Ask the service where the kept placement and the current one differ. */
-async function compare() {
+/** Note where the kept placement and the current one differ. */
+function compare() {
   state.moved = new Set();
   byId("moves").textContent = "";
   const { kept, placement } = state;
   if (!kept || !placement.objective_value || !kept.placement.objective_value) return;
-  const maps = { kept: kept.placement.layer_devices, now: placement.layer_devices };
-  const found = await post("v1/placements:compare", { request: state.asked, maps });
-  state.moved = new Set(found.moves.map((move) => move.layer));
-  const [before, after] = [kept.placement.objective_value, placement.objective_value];
+  const before = holders(kept.placement), after = holders(placement);
+  state.moved = new Set([...after.keys()].filter((layer) => before.get(layer) !== after.get(layer)));
+  const [was, is] = [kept.placement.objective_value, placement.objective_value];
   const same = kept.placement.objective === placement.objective;
-  const change = !same || before === after ? "" : ` and the value is ${percent(Math.abs(after / before - 1))} ${after < before ? "lower" : "higher"}`;
-  byId("moves").textContent = `Compared with the kept placement, ${found.moved_layers} of ${state.asked.profile.layers.length} layers are on another device${change}.`;
+  const change = !same || was === is ? "" : ` and the value is ${percent(Math.abs(is / was - 1))} ${is < was ? "lower" : "higher"}`;
+  byId("moves").textContent = `Compared with the kept placement, ${state.moved.size} of ${state.asked.profile.layers.length} layers are on another device${change}.`;
 }
 
 function say(words) {
@@ -395,10 +394,8 @@ function listen() {
   byId("keep").addEventListener("click", () => {
     if (!state.placement) return;
     state.kept = { placement: state.placement, request: state.asked, timeline: state.timeline };
-    guarded(async () => {
-      await compare();
-      draw();
-    });
+    compare();
+    draw();
   });
   byId("forget").addEventListener("click", () => {
     Object.assign(state, { kept: null, moved: new Set() });

@@ -86,8 +86,14 @@ function facts(placement, timeline) {
   return element("dl", { class: "facts" }, ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
 
+/** By layer, the name of its device, or the names of all devices that hold it. */
+export function holders(placement) {
+  return new Map(Object.entries(placement.layer_devices).map(([layer, device]) =>
+    [layer, placement.replicas[device]?.map((one) => one.device).join(", ") || device]));
+}
+
 function table(placement) {
-  const rows = Object.entries(placement.layer_devices).map(([layer, device]) =>
+  const rows = [...holders(placement)].map(([layer, device]) =>
     element("tr", {}, element("td", {}, layer), element("td", {}, device)));
   const head = element("tr", {}, element("th", { scope: "col" }, "Layer"), element("th", { scope: "col" }, "Device"));
   return element("details", {}, element("summary", {}, "As a table"),

@@ -14,7 +14,7 @@ from placer.report.comparing import (
     compare,
     comparison_table,
 )
-from placer.schema import Placement, Profile
+from placer.schema import Placement, Profile, Replica
 
 Make = Callable[..., Profile]
 Place = Callable[..., Placement]
@@ -122,3 +122,11 @@ def test_a_profile_and_a_placement_cannot_be_compared(
 ) -> None:
     with pytest.raises(InputError, match="a profile and a placement cannot be compared"):
         compare(make_profile({"a": 1.0}), make_placement({"a": "cuda:0"}, {"cuda:0": 1.0}))
+
+
+def test_a_layer_that_more_devices_hold_has_moved(make_placement: Place) -> None:
+    first = make_placement({"a": "cuda:0", "b": "cuda:0"}, {"cuda:0": 2.0})
+    members = tuple(Replica(device=f"cuda:{number}", samples=1) for number in (0, 1))
+    second = first.model_copy(update={"replicas": {"cuda:0": members}})
+    (move,) = compare(first, second).moves
+    assert (move.layers, move.source, move.target) == (["a", "b"], "cuda:0", "cuda:0, cuda:1")
