@@ -260,6 +260,8 @@ def or_error(placement: Placement, time_limit_s: float) -> Placement:
             if placement.infeasible
             else "no placement meets the requirements"
         )
+        if placement.sharded is not None:
+            reason += f"; FSDP2 is predicted to fit: {placement.sharded.text}"
         raise InfeasibleError(reason)
     if not placement.layer_devices:
         raise SolveLimitError(

@@ -261,7 +261,7 @@ def _step(placement: Placement, step: Step) -> list[str]:
             f"a step      {row} steady-state, as in a training loop; "
             f"{ms_text(step.isolated_ms)} isolated"
         )
-    lines += _replicas(placement, step)
+    lines += [*_replicas(placement, step), *_sharded(placement)]
     others = [
         # the best one is reported already
         choice
@@ -273,6 +273,17 @@ def _step(placement: Placement, step: Step) -> list[str]:
             f"instead     {_choice_text(choice)}: {ms_text(choice.objective_value or 0.0)}"
         )
     return lines
+
+
+def _sharded(placement: Placement) -> list[str]:
+    """Return lines about a sharded step, with its code; nothing without one."""
+    found = placement.sharded
+    if found is None:
+        return []
+    value = placement.objective_value
+    faster = f", {value / found.step_ms:.2f}x faster" if value and found.step_ms else ""
+    code = [f"            {line}".rstrip() for line in found.code.splitlines()]
+    return [f"FSDP2       {found.text}{faster}:", *code]
 
 
 def _generation(placement: Placement) -> list[str]:
@@ -475,7 +486,11 @@ def _no_placement(placement: Placement) -> list[str]:
         if placement.bound is not None:
             lines.append(f"bound       {_value_text(placement, placement.bound)}")
         return lines
-    return ["no placement is possible", *_infeasible(placement.infeasible)]
+    return [
+        "no placement is possible",
+        *_infeasible(placement.infeasible),
+        *_sharded(placement),
+    ]
 
 
 def _infeasible(why: Infeasibility) -> list[str]:

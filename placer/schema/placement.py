@@ -27,7 +27,7 @@ from placer.schema.base import (
 )
 from placer.schema.export import Export, Place, device_map
 from placer.schema.options import BatchOptions
-from placer.utils.units import count_text
+from placer.utils.units import bytes_text, count_text, ms_text
 
 
 class MemoryUse(Wire):
@@ -293,6 +293,47 @@ class Step(Wire):
         return self.steady_state_ms
 
 
+class ShardedStep(Wire):
+    """A step of fully sharded data parallelism (FSDP2) on all devices, as predicted.
+
+    PyTorch runs it, with a process for each device; see ``code``.
+
+    Attributes:
+        step_ms: time of a step.
+        compute_ms: the part of it in which the slowest device computes passes.
+        memory_bytes: the most that a device holds.
+        batch_size: samples of a micro-batch on each device.
+        chunks: micro-batches of a device in a step.
+        modules: paths of the modules to shard one by one, in execution order.
+    """
+
+    step_ms: Milliseconds
+    compute_ms: Milliseconds
+    memory_bytes: Bytes
+    batch_size: Annotated[int, Field(ge=1)]
+    chunks: Annotated[int, Field(ge=1)]
+    modules: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> str:
+        """Return the lines that shard ``model``, in each process of an initialised group."""
+        owners = dict.fromkeys(path.rpartition(".")[0] for path in self.modules)
+        lines = ["from torch.distributed.fsdp import fully_shard", ""]
+        for owner in owners:
+            children = f"model.get_submodule({owner!r})" if owner else "model"
+            lines += [f"for module in {children}.children():", "    fully_shard(module)"]
+        return "\n".join([*lines, "fully_shard(model)  # then make the optimizer"])
+
+    @property
+    def text(self) -> str:
+        """Return time, memory and micro-batches in words."""
+        sizes = f"{count_text(self.chunks, 'micro-batch', 'micro-batches')} of {self.batch_size}"
+        return (
+            f"{ms_text(self.step_ms)} a step by fully sharded data parallelism, "
+            f"{bytes_text(self.memory_bytes)} and {sizes} on each device"
+        )
+
+
 class Generation(Wire):
     """Further results of the objective ``generation``.
 
@@ -379,6 +420,9 @@ class Placement(Wire):
         links_through_host: links (source, target) that corrupt bytes. Their traffic goes through
             the host's memory when the placement is applied.
         step: further results of the objective ``step``.
+        sharded: under the objective ``step``, a step of fully sharded data parallelism on all
+            devices, if it is predicted to be shorter than the placement's, or to fit where no
+            placement does.
         generation: further results of the objective ``generation``.
     """
 
@@ -419,6 +463,7 @@ class Placement(Wire):
     limits: Limits | None = None
     links_through_host: tuple[tuple[Name, Name], ...] = ()
     step: Step | None = None
+    sharded: ShardedStep | None = None
     generation: Generation | None = None
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
 from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, times_of
 from placer.solver.referee.memory import Flight, Memory
+from placer.solver.referee.sharding import check_sharded
 
 FEW = 2_000
 """Assignments up to which the referee tries all of them against an infeasible claim."""
@@ -39,10 +40,12 @@ def check(request: PlacementRequest, placement: Placement) -> None:
         PlacementError: what is claimed, and what is true.
     """
     equal("id", placement.id, request.content_hash())
-    restricted = expressible(request)
-    if restricted is not request:
-        check(restricted, placement.model_copy(update={"id": restricted.content_hash()}))
-        return
+    check_sharded(request, placement)
+    _check_placement(expressible(request), placement)
+
+
+def _check_placement(request: PlacementRequest, placement: Placement) -> None:
+    """Check everything but the sharded step."""
     if request.objective == "generation":
         _check_generation(request, placement)
         return
@@ -97,7 +100,7 @@ def _check_generation(request: PlacementRequest, placement: Placement) -> None:
         "generation comes with every placement, and only with one",
     )
     asked = generation.mean_pass(request)
-    check(asked, generation.claimed_for_mean_pass(request, asked, placement))
+    _check_placement(asked, generation.claimed_for_mean_pass(request, asked, placement))
     _check_ties(request, placement)
     _check_limits(request, placement)
     if not placement.layer_devices:

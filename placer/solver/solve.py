@@ -64,6 +64,7 @@ from placer.solver.replicas.gradient_exchange import with_amortised_exchanges
 from placer.solver.replicas.replica_search import Answered, ReplicaSearch
 from placer.solver.replicas.replica_shapes import may_replicate
 from placer.solver.replicas.replication import Replication
+from placer.solver.replicas.sharding import with_sharded_step
 from placer.solver.search import Incumbent, Progress, Search
 from placer.solver.step.choices import questions, said
 from placer.solver.step.step_search import StepSearch
@@ -130,6 +131,8 @@ def solve(
     if not hasattr(stop, "is_set") and stop is not None:
         raise InputError(f"stop is {kind_of(stop)}; give a threading.Event, or leave it out")
     placement = _answer(request, progress, stop, began)
+    if request.objective == "step":
+        placement = with_sharded_step(request, placement)
     if request.explain and placement.layer_devices:
         left_s = request.time_limit_s - (monotonic() - began)
         found = limits.limits_of(request, placement, partial(solve, stop=stop), left_s)

@@ -80,6 +80,7 @@ function facts(placement, timeline) {
     ["Gap", placement.gap === null || placement.gap === undefined ? "none" : percent(placement.gap)],
     ...(kind === "step" || kind === "generation" ? [] : [["Whole batch", fromTimeline(timeline, batchOf)]]),
     ["Compared with one device", fromTimeline(timeline, (found) => againstOneDevice(placement, found))],
+    ...(placement.sharded ? [["Sharded by FSDP2", `${amount(placement.sharded.step_ms, kind)}, predicted`]] : []),
     ["Micro-batches", `${placement.chunks}, ${placement.schedule}`],
     ["Solved in", `${(placement.solve_time_s || 0).toFixed(2)} s`],
   ];

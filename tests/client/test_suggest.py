@@ -18,7 +18,14 @@ from placer.errors import (
     UnreachableError,
 )
 from placer.profiler.links import disk_rate
-from placer.schema import Placement, PlacementRequest, Profile, SuggestOptions
+from placer.schema import (
+    Infeasibility,
+    Placement,
+    PlacementRequest,
+    Profile,
+    ShardedStep,
+    SuggestOptions,
+)
 from placer_client import suggest as module
 from placer_client.client import Client
 from placer_client.suggest import suggest
@@ -290,6 +297,21 @@ def test_a_model_that_fits_nowhere_is_an_infeasible_error_with_the_reason(profil
     cluster = profile.cluster.model_copy(update={"devices": tuple(small)})
     with pytest.raises(InfeasibleError, match="'a'"):
         suggest(profile.model_copy(update={"cluster": cluster}))
+
+
+def test_the_error_names_a_sharded_step_that_fits(profile, monkeypatch):
+    sharded = ShardedStep(
+        step_ms=12.5, compute_ms=10.0, memory_bytes=GIB, batch_size=2, chunks=4, modules=("a.0",)
+    )
+    none = Placement(
+        status="infeasible",
+        objective="step",
+        infeasible=Infeasibility(reason="too large"),
+        sharded=sharded,
+    )
+    monkeypatch.setattr("placer.solver.solve.solve", lambda request: none)
+    with pytest.raises(InfeasibleError, match=r"FSDP2 is predicted to fit: 12\.50 ms a step by"):
+        suggest(profile)
 
 
 def test_no_placement_in_time_is_a_solve_limit_error(profile, monkeypatch):

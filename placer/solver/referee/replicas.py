@@ -243,12 +243,17 @@ def rates(request: PlacementRequest, placement: Placement) -> dict[str, tuple[Ra
         names = [replica.device for replica in members]
         for way in itertools.permutations(names, 2):
             require(way in links, f"replicas on {way[0]!r} and {way[1]!r} have no link")
-        parts = len(names)
-        reduce = _rate(names, links, is_computing=True)
-        adding_ms = 3e3 * (parts - 1) / parts / ADD_BYTES_PER_S
-        both = (reduce[0], reduce[1] + adding_ms), _rate(names, links, is_computing=False)
-        found |= dict.fromkeys(names, both)
+        reduce, _ = rates_while_computing(request, names)
+        found |= dict.fromkeys(names, (reduce, _rate(names, links, is_computing=False)))
     return found
+
+
+def rates_while_computing(request: PlacementRequest, names: Sequence[str]) -> tuple[Rate, Rate]:
+    """Return the rates of reducing and of gathering among devices that compute meanwhile."""
+    links = {(link.source, link.target): link for link in request.placed_on.links}
+    latency_ms, byte_ms = _rate(names, links, is_computing=True)
+    adding_ms = 3e3 * (len(names) - 1) / len(names) / ADD_BYTES_PER_S
+    return (latency_ms, byte_ms + adding_ms), (latency_ms, byte_ms)
 
 
 def _rate(names: Sequence[str], links: Mapping[tuple[str, str], Link], is_computing: bool) -> Rate:

@@ -95,15 +95,18 @@ def replication(positions: Sequence[Sequence[Device]], links: Links) -> Replicat
         names = [device.name for device in devices]
         if any((one, other) not in links for one in names for other in names if one != other):
             return None
-        count = len(names)
-        add_ms = 1e3 * 3 * (count - 1) / count / ADD_BYTES_PER_S
-        busy = _slowest(names, links, computing=True)
-        reduce.append(ExchangeTime(busy.latency_ms, busy.byte_ms + add_ms))
-        gather.append(_slowest(names, links, computing=False))
+        reduce.append(with_additions(slowest(names, links, computing=True), len(names)))
+        gather.append(slowest(names, links, computing=False))
     return Replication(len(positions[0]), tuple(reduce), tuple(gather))
 
 
-def _slowest(names: Sequence[str], links: Links, computing: bool) -> ExchangeTime:
+def with_additions(gather: ExchangeTime, count: int) -> ExchangeTime:
+    """Return the time of a reduction among so many devices, which add what they gather."""
+    add_ms = 1e3 * 3 * (count - 1) / count / ADD_BYTES_PER_S
+    return ExchangeTime(gather.latency_ms, gather.byte_ms + add_ms)
+
+
+def slowest(names: Sequence[str], links: Links, computing: bool) -> ExchangeTime:
     """Return the time in which the slowest replica sends and receives."""
 
     def sums(ways: Iterable[tuple[str, str]]) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from placer.schema import (
     Placement,
     Profile,
     Replica,
+    ShardedStep,
     SingleDevice,
     Step,
     StepChoice,
@@ -256,6 +257,26 @@ def test_shapes_are_compared_from_the_shortest_step_on() -> None:
     assert "4: each computes 4 samples of a micro-batch" in row(text, "replicas    ")
     assert "cuda:0, cuda:1, cuda:2, cuda:3  stem … head" in text
     assert "splitting would not be better" not in text
+
+
+def test_a_sharded_step_is_shown_with_its_code_also_where_nothing_fits() -> None:
+    sharded = ShardedStep(
+        step_ms=40.0,
+        compute_ms=30.0,
+        memory_bytes=3 * GIB,
+        batch_size=8,
+        chunks=2,
+        modules=("model.layers.0", "model.layers.1"),
+    )
+    text = explain(replicated(sharded=sharded), width=200)
+    assert row(text, "FSDP2 ").endswith(
+        "40.00 ms a step by fully sharded data parallelism, 3.0 GiB and 2 micro-batches of 8 on "
+        "each device, 1.32x faster:"
+    )
+    assert "for module in model.get_submodule('model.layers').children():" in text
+    why = Infeasibility(reason="too large")
+    none = Placement(status="infeasible", objective="step", infeasible=why, sharded=sharded)
+    assert "fully_shard(model)" in explain(none)
 
 
 def test_a_bottleneck_of_replicas_is_told_for_one_share() -> None:
