@@ -6,7 +6,7 @@ replicas by stage ──▶ R pipelines ──▶ each one's question and costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from placer.solver.replicas.replica_shapes import (
     question_of_replicas,
     replication_of,
 )
+from placer.solver.replicas.replication import Replication
 from placer.solver.step.choices import kinds
 
 
@@ -134,8 +135,30 @@ def evaluated_with_replicas(
             and schedule, and else the best schedule for the map.
         form: the format to which the user restricts placements, if any.
     """
-    devices = {one.device for own in replicas.values() for one in own}
-    faults = [
+    whole = _faults_of_all(request, where, replicas)
+    exchange = replication_of(request, replicas)
+    if exchange is None:
+        return ReplicatedCosts(None, (), (), tuple(whole))
+    members, value = min(
+        _evaluated_runs(request, where, replicas, exchange, chosen_by, form),
+        key=lambda one: (any(member.faults for member in one[0]), one[1] or inf),
+    )
+    # pipelines break the same rule with the same layers; a device lacks memory by itself
+    faults = [*whole, *(fault for member in members for fault in member.faults)]
+    found = {(fault.kind, fault.layers or fault.devices): fault for fault in reversed(faults)}
+    loads = {load.device: load for member in members for load in member.loads}
+    return ReplicatedCosts(
+        value,
+        members[0].stages if value is not None else (),
+        _loads(request, loads) if value is not None else (),
+        tuple(reversed(found.values())),
+    )
+
+
+def _faults_of_all(request: PlacementRequest, where: Map, replicas: Replicas) -> list[Fault]:
+    """Return the violated requirements that are about all pipelines together."""
+    devices = {one.device for members in replicas.values() for one in members}
+    return [
         *device_count_faults(request, devices),
         *(
             fault
@@ -144,33 +167,29 @@ def evaluated_with_replicas(
         ),
         *exchange_faults(request, replicas),
     ]
-    exchange = replication_of(request, replicas)
-    if exchange is None:
-        return ReplicatedCosts(None, (), (), tuple(faults))
-    tried = []
+
+
+def _loads(request: PlacementRequest, known: Mapping[str, DeviceLoad]) -> tuple[DeviceLoad, ...]:
+    """Return the load of each device of the request."""
+    return marked([known.get(device.name) or idle(device) for device in request.devices])
+
+
+def _evaluated_runs(
+    request: PlacementRequest,
+    where: Map,
+    replicas: Replicas,
+    exchange: Replication,
+    chosen_by: Placement | None,
+    form: FormatName | None,
+) -> Iterator[tuple[list[MapCosts], float | None]]:
+    """Yield, for each way to run the map, the costs of its pipelines and the objective."""
+    maps = _maps(request, where, replicas)
     for run in _runs(request, replicas, chosen_by):
+        asked = _questions(request, replicas, run)
         members = [
-            costs_of_map(asked, own, form, exchange)
-            for asked, own in zip(
-                _questions(request, replicas, run), _maps(request, where, replicas), strict=True
-            )
+            costs_of_map(one, own, form, exchange) for one, own in zip(asked, maps, strict=True)
         ]
-        tried.append((members, _value(request, members)))
-    members, value = min(
-        tried, key=lambda one: (any(member.faults for member in one[0]), one[1] or inf)
-    )
-    found = {(fault.kind, fault.layers or fault.devices): fault for fault in faults}
-    for fault in (fault for member in members for fault in member.faults):
-        found.setdefault((fault.kind, fault.layers or fault.devices), fault)
-    if value is None:
-        return ReplicatedCosts(None, (), (), tuple(found.values()))
-    loads = {load.device: load for member in members for load in member.loads}
-    return ReplicatedCosts(
-        value,
-        members[0].stages,
-        marked([loads.get(one.name) or idle(one) for one in request.devices]),
-        tuple(found.values()),
-    )
+        yield members, _value(request, members)
 
 
 def _runs(

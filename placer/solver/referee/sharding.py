@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import inf
+from typing import NamedTuple
 
+from placer.errors import PlacementError
 from placer.schema import Layer, Placement, PlacementRequest, Profile
 from placer.schema.base import MERGED, WHOLE
 from placer.solver.referee.claims import equal, near, require
 from placer.solver.referee.memory import Memory
 from placer.solver.referee.replicas import Rate, rates_while_computing, with_part_of_optimizer
+
+
+class _Found(NamedTuple):
+    """A sharded step."""
+
+    step_ms: float
+    batch_size: int
+    chunks: int
+    memory_bytes: int
 
 
 def check_sharded(request: PlacementRequest, placement: Placement) -> None:
@@ -20,21 +31,23 @@ def check_sharded(request: PlacementRequest, placement: Placement) -> None:
         require(claimed is None, "sharded comes with objective 'step' alone")
         return
     found = [_step(request, *size) for size in _sizes(request)]
-    steps = [one for one in found if one is not None]
+    steps = {(one.batch_size, one.chunks): one for one in found if one is not None}
     value = inf if placement.objective_value is None else placement.objective_value
-    best = min(steps, default=(inf, 0, 0, 0))
+    best_ms = min((one.step_ms for one in steps.values()), default=inf)
     # the solver's rounding may differ where both are about equal
     if claimed is None:
-        is_short = best[0] < 0.95 * value * (1 - 1e-9)
-        require(not is_short, f"a sharded step of {best[0]} ms is not reported; {value} ms are")
+        is_short = best_ms < 0.95 * value * (1 - 1e-9)
+        require(not is_short, f"a sharded step of {best_ms} ms is not reported; {value} ms are")
         return
     require(
         claimed.step_ms < 0.95 * value, f"a sharded step of {claimed.step_ms} ms is hardly shorter"
     )
-    near("sharded.step_ms", claimed.step_ms, best[0])
-    mine = next(one for one in steps if (one[1], one[2]) == (claimed.batch_size, claimed.chunks))
-    near("sharded.step_ms of its size", claimed.step_ms, mine[0])
-    equal("sharded.memory_bytes", claimed.memory_bytes, mine[3])
+    near("sharded.step_ms", claimed.step_ms, best_ms)
+    same = steps.get((claimed.batch_size, claimed.chunks))
+    if same is None:
+        raise PlacementError(f"no sharded step has micro-batches of {claimed.batch_size} samples")
+    near("sharded.step_ms of its micro-batches", claimed.step_ms, same.step_ms)
+    equal("sharded.memory_bytes", claimed.memory_bytes, same.memory_bytes)
 
 
 def _sizes(request: PlacementRequest) -> Iterator[tuple[Profile, int]]:
@@ -76,55 +89,49 @@ def _units(request: PlacementRequest) -> dict[str, str | None]:
     return found
 
 
-def _step(
-    request: PlacementRequest, profile: Profile, chunks: int
-) -> tuple[float, int, int, int] | None:
-    """Return time, samples, micro-batches and bytes of a step; None if a device lacks memory."""
+class _Run(NamedTuple):
+    """Consecutive layers of one unit; the root unit has no bytes here."""
+
+    forward_ms: float
+    backward_ms: float
+    param_bytes: int
+    grad_bytes: int
+
+
+def _step(request: PlacementRequest, profile: Profile, chunks: int) -> _Found | None:
+    """Return a step with one size; None if a device lacks memory."""
     count, unit_of = len(request.devices), _units(request)
     part = with_part_of_optimizer(profile, count)
-    runs: list[tuple[str | None, list[Layer]]] = []
-    for layer in part.layers:
-        if runs and runs[-1][0] == unit_of[layer.name]:
-            runs[-1][1].append(layer)
-        else:
-            runs.append((unit_of[layer.name], [layer]))
-    root = [layer for unit, layers in runs if unit is None for layer in layers]
-    gathered = [0 if unit is None else _params(layers) for unit, layers in runs]
-    reduced = [0 if unit is None else _gradients(layers) for unit, layers in runs]
-    most = 0
-    for device in request.devices:
-        alone = _alone_bytes(request, part, device.name)
-        params, gradients = _params(part.layers), _gradients(part.layers)
-        use = alone - params - gradients + -(-params // count) + -(-gradients // count)
-        use += _params(root) + _gradients(root)
-        for sizes in (gathered, reduced):
-            use += max((a + b for a, b in pairwise(sizes)), default=sizes[0])
-        if use > device.usable_bytes:
-            return None
-        most = max(most, use)
-    reduce, gather = rates_while_computing(request, [device.name for device in request.devices])
+    root = [layer for layer in part.layers if unit_of[layer.name] is None]
+    runs = [
+        _run(request, [*layers], is_root=unit is None)
+        for unit, layers in groupby(part.layers, key=lambda layer: unit_of[layer.name])
+    ]
+    apart = _params(root) + _gradients(root) + _most_gathered(runs)
+    uses = {one: apart + _part_bytes(request, part, one.name, count) for one in request.devices}
+    if any(use > device.usable_bytes for device, use in uses.items()):
+        return None
+    per_micro_batch = max(_passes_ms(request, runs, root), _longest(request, part, "host_ms"))
+    step_ms = chunks * per_micro_batch + _longest(request, part, "optimizer_ms")
+    return _Found(step_ms, profile.batch_size, chunks, max(uses.values()))
+
+
+def _run(request: PlacementRequest, layers: Sequence[Layer], is_root: bool) -> _Run:
     kinds = {device.type for device in request.devices}
-    forward, backward = [], []
-    for _, layers in runs:
-        forward.append(max(sum(layer.forward_ms[kind] for layer in layers) for kind in kinds))
-        backward.append(max(sum(layer.backward_ms[kind] for layer in layers) for kind in kinds))
-    ahead = _time(gather, _params(root)) + _pass(
-        [_time(gather, size) for size in gathered], forward, [0.0] * len(runs)
+    return _Run(
+        max(sum(layer.forward_ms[kind] for layer in layers) for kind in kinds),
+        max(sum(layer.backward_ms[kind] for layer in layers) for kind in kinds),
+        0 if is_root else _params(layers),
+        0 if is_root else _gradients(layers),
     )
-    back = _time(reduce, _gradients(root)) + _pass(
-        [_time(gather, size) for size in reversed(gathered)],
-        backward[::-1],
-        [_time(reduce, size) for size in reversed(reduced)],
-    )
-    host = max(sum(layer.host_ms.get(kind, 0.0) for layer in part.layers) for kind in kinds)
-    optimizer = max(
-        sum(layer.optimizer_ms.get(kind, 0.0) for layer in part.layers) for kind in kinds
-    )
-    return (
-        chunks * max(ahead + back, host) + optimizer,
-        profile.batch_size,
-        chunks,
-        most,
+
+
+def _longest(request: PlacementRequest, profile: Profile, name: str) -> float:
+    """Return the longest sum of a time of all layers on a device."""
+    kinds = {device.type for device in request.devices}
+    return max(
+        sum(float(getattr(layer, name).get(kind, 0.0)) for layer in profile.layers)
+        for kind in kinds
     )
 
 
@@ -136,13 +143,38 @@ def _gradients(layers: Sequence[Layer]) -> int:
     return sum(layer.grad_bytes for layer in layers)
 
 
-def _alone_bytes(request: PlacementRequest, profile: Profile, device: str) -> int:
-    """Return the memory of the whole model on a device, with one micro-batch in flight."""
+def _most_gathered(runs: Sequence[_Run]) -> int:
+    """Return the bytes of whole units beyond the root: two at a time, in the worst case."""
+    pairs = [*pairwise(runs)] or [(runs[0], _Run(0.0, 0.0, 0, 0))]
+    return max(a.param_bytes + b.param_bytes for a, b in pairs) + max(
+        a.grad_bytes + b.grad_bytes for a, b in pairs
+    )
+
+
+def _part_bytes(request: PlacementRequest, profile: Profile, device: str, count: int) -> int:
+    """Return the memory of a device with its part of the state, and one micro-batch in flight."""
     asked = request.model_copy(
         update={"profile": profile, "chunks": 1, "schedule": "1f1b", "objective": "throughput"}
     )
     where = {layer.name: device for layer in profile.layers}
-    return Memory(asked, where, contiguous=True).total(device, 1)
+    use = Memory(asked, where, contiguous=True).total(device, 1)
+    for whole in (_params(profile.layers), _gradients(profile.layers)):
+        use += -(-whole // count) - whole
+    return use
+
+
+def _passes_ms(request: PlacementRequest, runs: Sequence[_Run], root: Sequence[Layer]) -> float:
+    """Return the time of both passes of a micro-batch."""
+    reduce, gather = rates_while_computing(request, [device.name for device in request.devices])
+    gathers = [_time(gather, run.param_bytes) for run in runs]
+    forward = _pass(gathers, [run.forward_ms for run in runs], [0.0] * len(runs))
+    backward = _pass(
+        gathers[::-1],
+        [run.backward_ms for run in reversed(runs)],
+        [_time(reduce, run.grad_bytes) for run in reversed(runs)],
+    )
+    whole = _time(gather, _params(root)) + _time(reduce, _gradients(root))
+    return whole + forward + backward
 
 
 def _time(rate: Rate, size: int) -> float:

@@ -96,23 +96,34 @@ def sharded_step(request: PlacementRequest) -> ShardedStep | None:
     Args:
         request: the question, by objective ``step``.
     """
-    devices, rules = request.devices, request.constraints
-    count = len(devices)
-    if not request.is_training or count < 2 or (rules.max_devices or count) < count:
-        return None
-    links = {(link.source, link.target): link for link in request.placed_on.links}
-    names = [device.name for device in devices]
     units = units_of([layer.name for layer in request.profile.layers])
-    unit_of = dict(zip((layer.name for layer in request.profile.layers), units, strict=True))
-    ties = request.profile.tied
-    is_tied_across = any(len({unit_of[one] for one in tie.layers}) > 1 for tie in ties)
-    if is_tied_across or not all(way in links for way in permutations(names, 2)):
+    gather = _gather_time(request)
+    if not request.is_training or gather is None or _is_tied_across(request, units):
         return None
-    gather = slowest(names, links, computing=True)
-    found = [
-        _step(request, profile, chunks, units, gather) for profile, chunks in _sizes(request, count)
-    ]
-    return min((one for one in found if one is not None), key=lambda one: one.step_ms, default=None)
+    found = [_step(request, profile, chunks, units, gather) for profile, chunks in _sizes(request)]
+    fitting = [one for one in found if one is not None]
+    return min(fitting, key=lambda one: one.step_ms, default=None)
+
+
+def _gather_time(request: PlacementRequest) -> ExchangeTime | None:
+    """Return what all devices take to gather parameters; None if they may not or cannot."""
+    names = [device.name for device in request.devices]
+    links = {(link.source, link.target): link for link in request.placed_on.links}
+    most = request.constraints.max_devices or len(names)
+    if (
+        len(names) < 2
+        or most < len(names)
+        or not all(way in links for way in permutations(names, 2))
+    ):
+        return None
+    return slowest(names, links, computing=True)
+
+
+def _is_tied_across(request: PlacementRequest, units: Sequence[str]) -> bool:
+    """Return whether units share parameters."""
+    names = [layer.name for layer in request.profile.layers]
+    unit_of = dict(zip(names, units, strict=True))
+    return any(len({unit_of[one] for one in tie.layers}) > 1 for tie in request.profile.tied)
 
 
 def units_of(layers: Sequence[str]) -> list[str]:
@@ -128,10 +139,10 @@ def units_of(layers: Sequence[str]) -> list[str]:
     return [next(iter(paths)) or ROOT if len(paths) == 1 else ROOT for paths in blocks]
 
 
-def _sizes(request: PlacementRequest, count: int) -> Iterator[tuple[Profile, int]]:
+def _sizes(request: PlacementRequest) -> Iterator[tuple[Profile, int]]:
     """Yield the measured micro-batches of a device that fill the batch, with their number."""
     for profile in (request.profile, *request.profiles):
-        chunks, rest = divmod(request.whole_batch_size, count * profile.batch_size)
+        chunks, rest = divmod(request.whole_batch_size, len(request.devices) * profile.batch_size)
         if not rest:
             yield profile, chunks
 
