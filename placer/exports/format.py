@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from placer.errors import InputError, PlacementError
 from placer.exports.plan import Plan, Segment, placed_units, segments
-from placer.exports.units import Unit, is_number
+from placer.exports.units import Unit, is_number, modules_of
 from placer.schema.base import FormatName
 from placer.schema.export import Export
 from placer.schema.request import PlacementRequest
@@ -106,7 +106,8 @@ class Format(ABC):
             plan: the placement.
 
         Raises:
-            PlacementError: the format cannot express it, or the model is not a module.
+            PlacementError: the format cannot express it, or the model is not the one that was
+                placed.
         """
         if not plan.layer_devices:
             raise PlacementError(f"this placement places no layer, so {self.title} cannot have it")
@@ -132,7 +133,11 @@ class Format(ABC):
                 f"the replicas of {uneven[0]} {', '.join(map(str, plan.samples[uneven[0]]))}: use "
                 "micro-batches that the number of replicas divides"
             )
-        return Export(format=self.name, text=self.text(plan), notes=tuple(self.notes(plan)))
+        text = self.text(plan)
+        # After the text, since a format may say more precisely what the model lacks.
+        if model is not None:
+            _refuse_other_model(plan)
+        return Export(format=self.name, text=text, notes=tuple(self.notes(plan)))
 
     def restricted(self, request: PlacementRequest) -> PlacementRequest:
         """Return the request with rules of the engine that units and segments do not express.
@@ -180,3 +185,14 @@ class Format(ABC):
 def _natural(device: str) -> tuple[str, int]:
     kind, _, index = device.rpartition(":")
     return (kind, int(index)) if is_number(index) else (device, 0)
+
+
+def _refuse_other_model(plan: Plan) -> None:
+    """Raise a PlacementError if the model lacks a module that the placement names."""
+    modules = {path for path, _ in plan.model.named_modules(remove_duplicate=False)}
+    for layer in plan.layer_devices:
+        if not modules.issuperset(modules_of(layer)):
+            raise PlacementError(
+                f"layer {layer!r} is not a module of {type(plan.model).__name__}; give the model "
+                "that was placed"
+            )

@@ -58,7 +58,20 @@ class Accelerate(Format):
         return json.dumps(device_map(whole, plan.model), indent=1)
 
     def notes(self, plan: Plan) -> list[str]:
-        """Return where an operation between modules may fail; see ``Format.notes``."""
+        """Return what the map cannot say; see ``Format.notes``.
+
+        These are stand-ins for devices, and places where an operation between modules may fail.
+        """
+        stand_ins = sorted(
+            {device for device in plan.layer_devices.values() if _named("cpu", [device])}
+        )
+        found = super().notes(plan)
+        if len(stand_ins) > 1:
+            found.append(
+                f"The map has 'cpu' for {' and '.join(stand_ins)}, because accelerate knows one "
+                "CPU, so this map does not split the model there. Place the model on GPUs for a "
+                "map that does."
+            )
         outside = [
             layer
             for layer in plan.layer_devices
@@ -70,12 +83,12 @@ class Accelerate(Format):
             if plan.layer_devices[before] != plan.layer_devices[after]
         ]
         if not cuts:
-            return super().notes(plan)
+            return found
         return [
             "accelerate moves the inputs of modules only. An operation between modules, such as "
             "the sum of two embeddings, fails if its inputs are on two devices. Run the model "
             f"once: devices change between {' and between '.join(cuts[:3])}.",
-            *super().notes(plan),
+            *found,
         ]
 
     def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:

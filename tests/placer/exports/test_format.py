@@ -9,6 +9,7 @@ from block_plans import block_layers
 from hypothesis import given
 from hypothesis import strategies as st
 from small_requests import examples
+from torch import nn
 
 from placer.errors import PlacementError
 from placer.exports.format import Format
@@ -86,3 +87,14 @@ def test_stages_that_recompute_are_named() -> None:
     assert ROWS.notes(Plan({"a": "x"}, {}, recompute=("x",))) == [
         "Recompute the forward passes (activation checkpointing) of the stages on x."
     ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_another_model_than_the_placed_one_is_refused(name: str) -> None:
+    # Only some formats noticed: the others wrote names of modules that the model does not have.
+    of_children = name in ("deepspeed", "torchgpipe")
+    paths = ["0", "1"] if of_children else ["blocks.0", "blocks.1"]
+    on = {path: f"cuda:{index}" for index, path in enumerate(paths)}
+    plan = Plan(on, {}, training=name != "vllm", model=nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(PlacementError, match=r"give the model that was placed|not a child of"):
+        FORMATS[name].export(plan)

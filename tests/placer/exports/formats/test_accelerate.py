@@ -233,3 +233,12 @@ def test_a_map_that_returns_to_an_earlier_device_is_valid() -> None:
     found = placer.evaluate(profile, json.dumps(where), "accelerate")
     assert found.faults == ()
     assert found.valid and found.objective_value >= 2.0
+
+
+def test_a_map_of_several_cpu_stand_ins_says_that_it_does_not_split_the_model() -> None:
+    # Every module was on "cpu", and no note said why.
+    exported = placed({"embed": "cpu:0", "head": "cpu:1"}).export("accelerate")
+    assert json.loads(exported.text) == {"embed": "cpu", "head": "cpu"}
+    assert any("cpu:0 and cpu:1" in note for note in exported.notes)
+    on_one_cpu = placed({"embed": "cpu:0", "head": "cpu:0"}).export("accelerate")
+    assert not any("does not split" in note for note in on_one_cpu.notes)
