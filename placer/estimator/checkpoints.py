@@ -61,6 +61,11 @@ def read_config(path: Path, otherwise: str = WEIGHTS_ALONE, with_quantisation: b
     library = transformers_library()
     try:
         return library.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+    except ImportError as error:
+        raise InputError(
+            f"transformers {library.__version__} cannot import what {file} needs: {reason(error)};"
+            " install versions of torch, torchvision and transformers that fit together"
+        ) from error
     except Exception as error:  # whatever transformers raises about a configuration
         raise InputError(
             f"transformers {library.__version__} cannot read {file}: {reason(error)}"

@@ -60,8 +60,8 @@ def sized_cluster(sizes_bytes: Sequence[int], reserve_bytes: int) -> Cluster:
         if size <= reserve_bytes:
             raise InputError(
                 f"a device of {bytes_text(size)} is not larger than the reserve of"
-                f" {bytes_text(reserve_bytes)}, which no model can use; give a larger device or a"
-                " smaller reserve_bytes"
+                f" {bytes_text(reserve_bytes)}, which no model can use; give a larger device, with"
+                " its unit as in 24GiB, or a smaller reserve_bytes"
             )
     devices = tuple(
         Device(

@@ -7,7 +7,7 @@ safetensors header ──▶ weights alone ──▶                            
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,7 +210,9 @@ def _of_module(subject: _Subject, cluster: Cluster | None, how: EstimateOptions)
     smaller = _smaller(subject, how, profile_of)
     found = estimated(profile, cluster, _asked(how, cache), smaller, shorter or None)
     notes = list(found.notes)
-    if how.training and how.loss_fn is None:
+    # With labels, a model of transformers computes its loss in its forward method.
+    has_own_loss = isinstance(inputs, Mapping) and "labels" in inputs
+    if how.training and how.loss_fn is None and not has_own_loss:
         notes.append("a loss outside the model's forward method is left out")
     notes += _left_out(module, profile)
     if not profile.captured:

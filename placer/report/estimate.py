@@ -54,7 +54,7 @@ def estimate_table(estimate: Estimate) -> RenderableType:
     """Return the answer, the memory of each device, and the changes or cards that fit."""
     parts: list[RenderableType] = [
         Text(headline(estimate), style="bold"),
-        Fitting(_devices(estimate), _devices(estimate, kinds=False)),
+        Fitting(_by_device(estimate), _by_kind(estimate), _by_device(estimate, kinds=False)),
         Text("\n".join(remarks(estimate))),
     ]
     return Group(*parts)
@@ -110,28 +110,55 @@ def _mode(estimate: Estimate) -> Iterator[str]:
         yield f"inputs {' '.join(estimate.inputs)}"
 
 
-def _devices(estimate: Estimate, *, kinds: bool = True) -> Table:
-    grid = Table(title=f"Memory of {estimate.model or 'model'}", title_justify="left")
+def _by_device(estimate: Estimate, *, kinds: bool = True) -> Table:
+    """Return a table with a row for each device."""
+    grid = _table(estimate)
     grid.add_column("device")
-    shown = [
-        column
-        for column in _COLUMNS
-        if kinds and any(_parts(one, column) for one in estimate.devices)
-    ]
+    shown = _kinds(estimate) if kinds else []
     for heading in ("layers", *shown, "total / limit"):
         grid.add_column(heading, justify="right", no_wrap=True)
     for one in estimate.devices[:_MOST_ROWS]:
-        limit = "no limit" if one.limit_bytes is None else bytes_text(one.limit_bytes)
         grid.add_row(
             one.device,
             str(one.layers),
             *(bytes_text(_parts(one, column)) for column in shown),
-            f"{bytes_text(one.total_bytes)} / {limit}",
-            style="bold red" if one.missing_bytes else "",
+            f"{bytes_text(one.total_bytes)} / {_limit(one)}",
+            style=_style(one),
         )
     if len(estimate.devices) > _MOST_ROWS:
         grid.caption = f"and {len(estimate.devices) - _MOST_ROWS} more devices"
     return grid
+
+
+def _by_kind(estimate: Estimate) -> Table:
+    """Return a table with a column for each device, which is narrow for few devices."""
+    grid = _table(estimate)
+    grid.add_column("memory")
+    for one in estimate.devices:
+        grid.add_column(one.device, justify="right", no_wrap=True, style=_style(one))
+    grid.add_row("layers", *(str(one.layers) for one in estimate.devices))
+    for kind in _kinds(estimate):
+        grid.add_row(kind, *(bytes_text(_parts(one, kind)) for one in estimate.devices))
+    grid.add_row("total", *(bytes_text(one.total_bytes) for one in estimate.devices))
+    grid.add_row("limit", *(_limit(one) for one in estimate.devices))
+    return grid
+
+
+def _table(estimate: Estimate) -> Table:
+    return Table(title=f"Memory of {estimate.model or 'model'}", title_justify="left")
+
+
+def _kinds(estimate: Estimate) -> list[str]:
+    """Return the kinds of memory that some device needs."""
+    return [kind for kind in _COLUMNS if any(_parts(one, kind) for one in estimate.devices)]
+
+
+def _limit(one: DeviceEstimate) -> str:
+    return "no limit" if one.limit_bytes is None else bytes_text(one.limit_bytes)
+
+
+def _style(one: DeviceEstimate) -> str:
+    return "bold red" if one.missing_bytes else ""
 
 
 def _parts(one: DeviceEstimate, column: str) -> int:

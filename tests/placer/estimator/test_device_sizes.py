@@ -48,6 +48,7 @@ def test_a_cluster_keeps_its_own_reserves() -> None:
         ("2x24GiB,", "COUNTxSIZE"),
         ("2x24furlongs", "is not a size"),
         ("100MiB", "not larger than the reserve"),
+        ("2*24", "a device of 24 B .* with its unit as in 24GiB"),
         ("2000x24GiB", "COUNTxSIZE"),
         ("1000x24GiB,1000x24GiB", "the limit is 1024"),
         (2, "devices is an int"),

@@ -217,6 +217,8 @@ def test_training_a_checkpoint_includes_its_own_loss(checkpoint: Path) -> None:
     found = placer.estimate(checkpoint, (1, 16), "2x24GiB", training=True)
     assert found.inputs == ("input_ids=1x16:int64", "labels=1x16:int64")
     assert total(found, "grad_bytes") == parameter_bytes(checkpoint)
+    # the loss is inside, and a note said that a loss outside is left out
+    assert not any("loss" in note for note in found.notes)
 
 
 def test_sliding_windows_and_encoder_decoders_have_their_own_caches() -> None:
@@ -279,6 +281,20 @@ def test_a_cache_belongs_to_the_layer_that_runs_its_module() -> None:
     assert layer_of("m.3", layers) == "m.3@1"
     with pytest.raises(InputError, match=r"'m\.10'"):
         layer_of("m.10", layers)
+
+
+def test_packages_that_do_not_fit_together_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise ImportError("no LlamaConfig") from RuntimeError(
+            "operator torchvision::nms is missing"
+        )
+
+    monkeypatch.setattr(transformers().AutoConfig, "from_pretrained", failing)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match=r"torchvision::nms.*install versions of torch"):
+        placer.estimate(tmp_path)
 
 
 @pytest.mark.parametrize(

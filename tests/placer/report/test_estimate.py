@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from placer.report import explain
-from placer.report.estimate import headline
+from placer.report.estimate import estimate_table, headline
+from placer.report.rendering import plain_text
 from placer.schema import CardCount, Change, DeviceEstimate, Estimate, MemoryUse
 
 GIB = 2**30
@@ -82,3 +83,19 @@ def test_the_table_shows_the_parts_that_there_are_and_the_changes() -> None:
     assert "would fit   recompute on cuda:0: the fullest uses 20.0 GiB of 23.0 GiB" in text
     assert "training with AdamW" in text
     assert "something was left out" in text
+
+
+@pytest.mark.parametrize(("width", "first_heading"), [(120, "device"), (80, "memory")])
+def test_the_kinds_of_memory_are_shown_on_a_terminal_of_80_columns(
+    width: int, first_heading: str
+) -> None:
+    parts = dict.fromkeys(
+        ("param_bytes", "grad_bytes", "optimizer_bytes", "activation_bytes", "workspace_bytes"),
+        GIB,
+    )
+    found = Estimate(fits=True, training=True, devices=(device(20.0, **parts),) * 2)
+    lines = plain_text(estimate_table(found), width).splitlines()
+    assert lines[3].split()[1] == first_heading
+    for kind in ("parameters", "gradients", "optimizer", "activations", "workspace"):
+        assert any(kind in line for line in lines), kind
+    assert max(map(len, lines)) <= width
