@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 
 from placer.cli import options as shared_options
 from placer.cli.terminal import extra, users_code
+from placer.errors import InputError
 from placer.schema import BatchOptions
 from placer.schema.base import Wire
 from placer.utils.units import parse_bytes
@@ -301,7 +302,17 @@ class Words(Generic[O]):
         Raises:
             InputError: a word cannot be used.
         """
-        return self._kind(**self._fields(self._kind, devices))
+        try:
+            return self._kind(**self._fields(self._kind, devices))
+        except InputError as error:
+            raise InputError(self._in_words(str(error))) from error
+
+    def _in_words(self, message: str) -> str:
+        """Return a message with the option in place of the field that it begins with."""
+        for path, option in _option_of_path(self._kind, self._kind.__name__):
+            if message.startswith(f"{path}: "):
+                return f"{option}{message.removeprefix(path)}"
+        return message
 
     def _fields(self, kind: type[BaseModel], devices: Sequence[str]) -> dict[str, Any]:
         """Return the values of the fields that the command line gives."""
@@ -320,6 +331,17 @@ class Words(Generic[O]):
             ):
                 values[name] = spelled.read(self.given, devices)
         return values
+
+
+def _option_of_path(kind: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path of each field that is one option, and the option: ``--time-limit``."""
+    for name, field in kind.model_fields.items():
+        if (nested := _nested(name, field)) is not None:
+            yield from _option_of_path(nested, f"{path}.{name}")
+        elif (spelled := _spelled(name, field)) is not None and len(spelled.options) == 1:
+            ((_, info),) = spelled.options.values()
+            # typer keeps the first flag where it keeps a default
+            yield f"{path}.{name}", info.default
 
 
 def parameters(

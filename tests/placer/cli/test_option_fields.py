@@ -57,6 +57,11 @@ def test_a_field_becomes_an_option_with_its_type_its_default_and_its_first_sente
     assert CliRunner().invoke(app, ["--count", "0"]).exit_code == 2
 
 
+def test_an_error_names_the_option_instead_of_the_field() -> None:
+    result = CliRunner().invoke(small_app([]), ["--limit", "0"])
+    assert str(result.exception) == "--limit: should be greater than 0, not 0.0"
+
+
 @pytest.mark.parametrize(
     ("command", "kind", "left_out"),
     [

@@ -161,7 +161,7 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
         (["--memory", "much"], "'much' is not a size"),
         (["--pin", "net1"], "'net1' names no layer and device"),
         (["--min-devices", "3", "--max-devices", "2"], "min_devices is 3, but"),
-        (["--time-limit", "1e9"], "time_limit_s: should be less than or equal to 86400"),
+        (["--time-limit", "1e9"], "--time-limit: should be less than or equal to 86400"),
         (
             ["--min-devices", "3"],
             "constraints.min_devices is 3, but the cluster has 2 devices; give 2 or less",
