@@ -206,7 +206,8 @@ def _with_profiles(
     """Return the request of a user who measured the model before."""
     if devices is not None or memory_bytes is not None:
         raise InputError(
-            "a profile is given, so its cluster counts: leave devices and memory_bytes out"
+            "a profile is given, so its cluster counts: leave devices and memory_bytes out, or"
+            " give a profile with another cluster"
         )
     _refuse_measuring(asked)
     if asked.objective == "generation" and len(profiles) == 2:

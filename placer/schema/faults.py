@@ -113,7 +113,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """Return a hint at the most similar known name, or at the first few names."""
     # bounded, because comparing 100,000 names would take seconds
     names = list(islice(known, _COMPARED))
-    if found := get_close_matches(given[:200], names, 1, 0.5):
+    if found := get_close_matches(given[:200], names, 1):
         return f"; did you mean {found[0]!r}?"
     more = ", and others" if len(names) > _HINTS else ""
     there = "there is only" if len(names) == 1 else "there are"

@@ -18,6 +18,12 @@ from placer.schema.faults import FieldFault, field_faults
 LAYERS = [{"name": "a", "forward_ms": {"t": 1.0}}]
 DEVICES = [{"name": "d", "type": "t", "memory_bytes": 9}]
 PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
+STAND_INS = [{"name": f"cpu:{index}", "type": "t", "memory_bytes": 9} for index in range(2)]
+LINKS = [
+    {"source": a, "target": b, "bandwidth_bytes_per_s": 1e9, "latency_s": 0.0}
+    for a, b in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))
+]
+PROFILE_OF_STAND_INS = {"layers": LAYERS, "cluster": {"devices": STAND_INS, "links": LINKS}}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +68,13 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
             {"profile": PROFILE, "constraints": {"recompute": {"cuda:0": "always"}}},
             "PlacementRequest: constraints.recompute: there is no device 'cuda:0'; "
             "there is only 'd'$",
+        ),
+        # a device of another kind was suggested
+        (
+            PlacementRequest,
+            {"profile": PROFILE_OF_STAND_INS, "constraints": {"pinned": {"a": "cuda:7"}}},
+            "PlacementRequest: constraints.pinned: there is no device 'cuda:7'; "
+            "there are 'cpu:0', 'cpu:1'$",
         ),
         # pydantic's names of the branches of a union were in the place
         (
