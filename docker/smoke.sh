@@ -23,7 +23,11 @@ container=placer-smoke-$$
 url=http://127.0.0.1:$port
 
 say() { printf '%s %s\n' "$(date +%T)" "$*"; }
-fail() { say "FAILED: $*"; $run logs "$container" 2>&1 | tail -n 40 || true; exit 1; }
+fail() {
+    say "FAILED: $*"
+    if $run container inspect "$container" >/dev/null 2>&1; then $run logs "$container" 2>&1 | tail -n 40; fi
+    exit 1
+}
 
 if docker info >/dev/null 2>&1; then
     build="docker build" run=docker
