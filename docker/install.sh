@@ -30,11 +30,11 @@ for site in /opt/placer/lib/python3*/site-packages; do
     cp /opt/without/pandas.py "$site"
 done
 
-# The file system is read-only at run time. Compile now what a solve imports; otherwise every start
-# would compile it again.
-env -u PYTHONDONTWRITEBYTECODE /opt/placer/bin/python - <<'END'
+# The file system is read-only at run time. Compile now what the service imports; otherwise every start
+# would compile it again. -P: import what is installed, not the sources in the working directory.
+env -u PYTHONDONTWRITEBYTECODE /opt/placer/bin/python -P - <<'END'
 import json
-from placer import cli
+from placer.cli import command
 from placer.schema import PlacementRequest
 from placer.solver.solve import solve
 import psycopg, sqlalchemy.dialects.postgresql.psycopg

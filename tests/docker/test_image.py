@@ -34,7 +34,8 @@ def test_placements_are_solved_with_what_stands_in_for_pandas():
         "requests = [PlacementRequest.model_validate(value) for value in given]\n"
         "print(pandas.__file__, *(solve(request).status for request in requests))"
     )
-    given = {**os.environ, "PYTHONPATH": str(DOCKER / "without")}
+    path = os.pathsep.join([str(DOCKER / "without"), os.environ.get("PYTHONPATH", "")])
+    given = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, env=given
     )
@@ -47,13 +48,23 @@ def test_placements_are_solved_with_what_stands_in_for_pandas():
     ], done.stderr
 
 
-def test_the_build_compiles_modules_that_exist():
-    # It named a module that had moved, so no image could be built.
+def test_the_build_compiles_the_modules_that_are_installed(tmp_path):
+    # It named a module that had moved, so no image could be built. It also compiled the sources in
+    # the working directory, so each start compiled the installed modules again.
     if find_spec("psycopg") is None:
         pytest.skip("psycopg is not installed")
-    code = (DOCKER / "install.sh").read_text().partition("<<'END'\n")[2].partition("\nEND\n")[0]
+    before, _, rest = (DOCKER / "install.sh").read_text().partition(" <<'END'\n")
+    code = rest.partition("\nEND\n")[0]
+    flags = before.splitlines()[-1].partition("/bin/python ")[2].split()
+    (tmp_path / "placer").mkdir()
+    (tmp_path / "placer" / "__init__.py").write_text("raise ImportError('the sources')")
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, *flags],
+        input=code,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
     )
     assert code and done.returncode == 0, done.stderr
 
