@@ -84,7 +84,7 @@ def _check_placement(request: PlacementRequest, placement: Placement) -> None:
         _within_bottleneck(asked, where),
         f"a device is busy for more than {request.bottleneck_ms} ms",
     )
-    _check_objective(asked, where, placement, reading)
+    _check_value(placement, _objective(asked, where, placement, reading))
     _check_single_device(request, placement)
     _check_ties(request, placement)
     _check_limits(request, placement)
@@ -593,12 +593,6 @@ def _by_segment(request: PlacementRequest, contiguous: bool) -> bool:
 
 
 # Objective
-
-
-def _check_objective(
-    request: PlacementRequest, where: Where, placement: Placement, reading: step.StepReading | None
-) -> None:
-    _check_value(placement, _objective(request, where, placement, reading))
 
 
 def _check_value(placement: Placement, true: float) -> None:

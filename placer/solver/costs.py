@@ -185,8 +185,11 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     # Recomputation depends on memory, and times depend on recomputation: this order avoids a cycle.
     again = recomputed(problem, footprints, stages)
     compute, send, receive = loads(problem, assignment, again)
-    join = _overlapped if problem.request.transfers == "overlapped" else _added
-    load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
+    overlapped = problem.request.transfers == "overlapped"
+    load = tuple(
+        max(computing, sending, receiving) if overlapped else computing + sending + receiving
+        for computing, sending, receiving in zip(compute, send, receive, strict=True)
+    )
     pipeline = plan = None
     exchanged: dict[int, Exchange] = {}
     rooms: Callable[[], tuple[int, ...]] = cache(
@@ -616,14 +619,6 @@ def _makespan(
         if layer in copies:
             users.append(finish[layer])
     return max(finish)
-
-
-def _added(compute: float, send: float, receive: float) -> float:
-    return compute + send + receive
-
-
-def _overlapped(compute: float, send: float, receive: float) -> float:
-    return max(compute, send, receive)
 
 
 def _objective(

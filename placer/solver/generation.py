@@ -395,12 +395,9 @@ def _pass_ms(
 ) -> float:
     """Return the time of one pass alone on a map."""
     problem = Problem.from_request(_pass_request(request, profile))
-    streamed = {
-        number: resting[layer.name]
-        for number, layer in enumerate(problem.layers)
-        if layer.name in resting
-    }
-    return costs.latency_ms(problem, problem.assignment_of(where), resting=streamed)
+    return costs.latency_ms(
+        problem, problem.assignment_of(where), resting=problem.by_number(resting)
+    )
 
 
 def _pass_request(request: PlacementRequest, profile: Profile) -> PlacementRequest:

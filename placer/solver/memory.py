@@ -238,7 +238,11 @@ def held_with(problem: Problem, layers: Iterable[int]) -> Held:
 def footprint(problem: Problem, held: Held) -> Footprint:
     """Return the memory of a device with these layers and values."""
     layers, here = [problem.layers[layer] for layer in held.layers], set(held.layers)
-    copies = [shared for shared in problem.shared if shared.is_copied_to(here)]
+    copies = [
+        shared
+        for shared in problem.shared
+        if shared.first not in here and not shared.others.isdisjoint(here)
+    ]
     state = {
         "param_bytes": sum(layer.param_bytes for layer in layers)
         + sum(copy.param_bytes for copy in copies),
@@ -473,7 +477,7 @@ def _waiting_or_sent(held: Held) -> Mapping[int, int]:
 
 def recorded(problem: Problem, held: Held) -> Recorded:
     """Return the memory of recorded passes."""
-    moments, over = _passes(problem, held)
+    moments, over = moments_recorded(problem, held)
     each = max([over, *(sum(moment) for moment, _ in moments)]) + crossing_bytes(held)
     backwards = max(0, max((sum(moment) for _, moment in moments), default=0))
     step = sum(problem.step_bytes[layer] for layer in held.layers)
@@ -484,17 +488,12 @@ def recorded(problem: Problem, held: Held) -> Recorded:
     return Recorded(each, shared + step, deferred + backwards, landing_bytes(held))
 
 
-def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]]:
+def moments_recorded(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], int]:
     """Return, by layer, its two steps with separate memory for forward and backward passes.
 
     Backwards, bytes that layers leave to weight-gradient passes are subtracted while the layers
-    have not left them yet.
+    have not left them yet. The second result are the bytes that stay when the forward pass is over.
     """
-    return _passes(problem, held)[0]
-
-
-def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], int]:
-    """Return ``moments_recorded``, and the bytes that stay when the forward pass is over."""
     here = set(held.layers)
     # Values that arrive lie outside of recorded passes, and count in ``crossing_bytes``.
     own = Held(held.layers, [value for value in held.values if value.source in here])
@@ -557,15 +556,6 @@ def landing_bytes(held: Held) -> int:
         elif not here.issuperset(value.reader_set):
             total += value.gradient_bytes - value.arriving_bytes
     return total
-
-
-def most_crossing_bytes(problem: Problem) -> int:
-    """Return a limit on ``crossing_bytes`` and ``landing_bytes``, where passes are recorded."""
-    return (
-        sum(value.held_bytes + value.gradient_bytes for value in problem.values)
-        if problem.recorded
-        else 0
-    )
 
 
 def _staying(held: Held) -> Mapping[int, int]:

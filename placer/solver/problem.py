@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -11,7 +11,7 @@ from typing import Self
 from placer.errors import InputError
 from placer.schedule import gradient_pieces
 from placer.schema import Device, Edge, Layer, Link, PlacementRequest, Recompute
-from placer.schema.base import LARGEST_BYTES, LONGEST_MS
+from placer.schema.base import LARGEST_BYTES, LONGEST_MS, Tier
 from placer.solver.components import closed_groups, strong_components
 from placer.solver.replicas.replication import Replication
 
@@ -109,10 +109,6 @@ class SharedState:
     def total_bytes(self) -> int:
         """The bytes of a copy."""
         return self.param_bytes + self.grad_bytes
-
-    def is_copied_to(self, layers: Collection[int]) -> bool:
-        """Return whether a device that holds these layers, a set, holds a copy."""
-        return self.first not in layers and not self.others.isdisjoint(layers)
 
 
 @dataclass(frozen=True)
@@ -337,6 +333,14 @@ class Problem:
         """Return, by layer, the index of its device, from their names."""
         index = {device.name: number for number, device in enumerate(self.devices)}
         return [index[where[layer.name]] for layer in self.layers]
+
+    def by_number(self, resting: Mapping[str, Tier]) -> dict[int, Tier]:
+        """Return where the parameters of layers rest, by the layers' numbers instead of names."""
+        return {
+            number: resting[layer.name]
+            for number, layer in enumerate(self.layers)
+            if layer.name in resting
+        }
 
     @cached_property
     def kinds_of_links(self) -> tuple[Link, ...]:

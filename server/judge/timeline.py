@@ -179,11 +179,7 @@ def _with_copies(
     from placer.solver import costs, pipelines
 
     stage_of, places = pipelines.staged(problem, assignment, stages)
-    resting = {
-        number: placement.resting[layer.name]
-        for number, layer in enumerate(problem.layers)
-        if layer.name in placement.resting
-    }
+    resting = problem.by_number(placement.resting)
     forward_ms = tuple(
         costs.stage_ms(
             problem,
@@ -211,8 +207,7 @@ def _evaluated(
     problem = Problem.from_request(asked)
     if placement.replicas:
         problem = replace(problem, replication=replication_of(request, placement.replicas))
-    index = {device.name: number for number, device in enumerate(problem.devices)}
-    assignment = [index[placement.layer_devices[layer.name]] for layer in problem.layers]
+    assignment = problem.assignment_of(placement.layer_devices)
     for contiguous in dict.fromkeys((problem.contiguous, False)):
         tried = replace(problem, contiguous=contiguous)
         result = costs.evaluate(tried, assignment)

@@ -61,8 +61,12 @@ def most_use_bytes(problem: Problem) -> int:
     chunks = problem.request.chunks
     use = memory.footprint(problem, everything)
     total = use.total_bytes(chunks, backwards=problem.backwards(chunks))
-    # Crossing bytes occur only where some layers are elsewhere, so they are not in the total.
-    return total + 2 * chunks * memory.most_crossing_bytes(problem)
+    # Crossing and landing bytes of recorded passes occur only where some layers are elsewhere, so
+    # they are not in the total.
+    if problem.recorded:
+        crossing = sum(value.held_bytes + value.gradient_bytes for value in problem.values)
+        total += 2 * chunks * crossing
+    return total
 
 
 def least_of_nodes(problem: Problem, nodes: Reduction) -> list[int]:

@@ -216,12 +216,10 @@ class StageModel:
         # Members of a class may be swapped, so the first one stands for all.
         for node, devices in enumerate(self.nodes.allowed):
             for c, members in enumerate(self.classes):
-                if members[0] not in devices or self._too_long(node, members[0]):
+                work = self.steps(self._work(node, members[0]))
+                if members[0] not in devices or work > TIME_STEPS:
                     for p in self.stages:
                         self.clause(*self.absent(node, p), self.negated(self.kind[p][c]))
-
-    def _too_long(self, node: int, device: int) -> bool:
-        return self.steps(self._work(node, device)) > TIME_STEPS
 
     def _work(self, node: int, device: int) -> float:
         return self.problem.work_ms(self.nodes.nodes[node], device)

@@ -213,11 +213,6 @@ def _part(search: Search, layers: list[int], work: float) -> Search:
     return part
 
 
-def _redivide_groups(search: Search, work: float) -> None:
-    """Place parts of the best known placement again, which is quicker than placing all layers."""
-    redivide(search, nodes_within(search), SWEEP.group_share * work)
-
-
 def _anything_better(search: Search, work: float) -> None:
     """Ask whether any placement is better than the best known, and improve it if one is."""
     for _ in range(SWEEP.questions):
@@ -286,7 +281,8 @@ def _improve(search: Search, work: float, wide: bool) -> None:
         wide: whether the gap is wide, so that another search for a better placement pays.
     """
     if search.open():
-        _redivide_groups(search, work)
+        # To place parts of the best known placement again is quicker than to place all layers.
+        redivide(search, nodes_within(search), SWEEP.group_share * work)
     if search.open() and wide:
         _anything_better(search, work)
     if search.open():

@@ -15,7 +15,7 @@ The last stages are the first stages of the reversed graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from placer.solver.bounds.min_cut_bound import Cutter, alone_ms, least_ms, nets_by_pins
@@ -96,24 +96,13 @@ class _Reach:
     def narrowed(self, windows: Windows) -> Windows:
         """Return narrower windows, if there are any."""
         firsts = self._firsts([first for first, _ in windows], [last for _, last in windows])
-        turned = self._turned()
+        turned = replace(self, before=self.behind, behind=self.before)
         flipped = turned._firsts(
             [self.stages - 1 - last for _, last in windows], [self.stages - 1 - f for f in firsts]
         )
         return [
             (first, self.stages - 1 - turn) for first, turn in zip(firsts, flipped, strict=True)
         ]
-
-    def _turned(self) -> _Reach:
-        return _Reach(
-            self.cutter,
-            self.alone,
-            self.untaxed,
-            self.behind,
-            self.before,
-            self.stages,
-            self.within,
-        )
 
     def _firsts(self, known: list[int], lasts: list[int]) -> list[int]:
         """Return, by node, its first stage, from what is known.

@@ -45,16 +45,13 @@ class PlacementModel(PlacementVariables):
 
     def _add_rules(self) -> None:
         cost_constraints.values_need_links(self)
-        self.makespan = self._objective_variable()
+        self.makespan = self.cp.new_int_var(0, self.upper, self.objective)
         if self.objective == "throughput":
             cost_constraints.loads(self, self.load_parts)
         elif self.objective == "latency":
             cost_constraints.latency(self)
         memory_constraints.memory(self)
         self._set_goal()
-
-    def _objective_variable(self) -> cp_model.IntVar:
-        return self.cp.new_int_var(0, self.upper, self.objective)
 
     @cached_property
     def load_parts(self) -> cost_constraints.LoadParts:

@@ -36,7 +36,7 @@ def recorded_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) ->
     # All layers on one device: the most that can be held at each step. Steps that fit even then
     # cannot exceed a limit and need no rule.
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
-    moments = memory.moments_recorded(problem, everything)
+    moments, _ = memory.moments_recorded(problem, everything)
     chunks = problem.request.chunks
     all_bytes = most_use_bytes(problem)
     waits = _may_wait(problem)

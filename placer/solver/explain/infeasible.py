@@ -188,15 +188,12 @@ class Searcher:
 
 def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:
     """Return how near to its memory limits a placement can be, or that requirements contradict."""
-    return _short_of_memory(problem, nodes, search) or Infeasibility(reason=CONTRADICTION)
-
-
-def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility | None:
+    contradiction = Infeasibility(reason=CONTRADICTION)
     if not memory_bounds.can_bind(problem):
-        return None
+        return contradiction
     answer = search(PlacementModel(problem, nodes, relaxed=True))
     if answer.infeasible:
-        return None
+        return contradiction
     short = int(answer.bound)
     if answer.devices is None:
         least = (

@@ -7,11 +7,9 @@ from time import monotonic
 
 from placer.schema import (
     Cluster,
-    Device,
     Improvement,
     Limiting,
     Limits,
-    Link,
     Objective,
     Placement,
     PlacementRequest,
@@ -183,7 +181,10 @@ def _of_cluster(request: PlacementRequest) -> Iterator[tuple[str, PlacementReque
     elif most is None and request.objective != "devices":
         yield "one device more", _with(request, _one_more(cluster))
     if cluster.links:
-        fast = tuple(_faster(link) for link in cluster.links)
+        fast = tuple(
+            link.model_copy(update={"bandwidth_bytes_per_s": link.bandwidth_bytes_per_s * FASTER})
+            for link in cluster.links
+        )
         yield "links twice as fast", _with(request, cluster.model_copy(update={"links": fast}))
 
 
@@ -233,10 +234,6 @@ def _with(request: PlacementRequest, cluster: Cluster) -> PlacementRequest:
     return request.model_copy(update={"cluster": cluster})
 
 
-def _faster(link: Link) -> Link:
-    return link.model_copy(update={"bandwidth_bytes_per_s": link.bandwidth_bytes_per_s * FASTER})
-
-
 def _roomier(cluster: Cluster, number: int, more: int) -> Cluster:
     device = cluster.devices[number]
     roomy = device.model_copy(update={"memory_bytes": device.memory_bytes + more})
@@ -265,10 +262,5 @@ def _one_more(cluster: Cluster) -> Cluster:
     if between is not None:
         links.append(between.model_copy(update={"source": old.name, "target": name}))
         links.append(between.model_copy(update={"source": name, "target": old.name}))
-    return cluster.model_copy(
-        update={"devices": (*cluster.devices, _named_as(old, name)), "links": tuple(links)}
-    )
-
-
-def _named_as(device: Device, name: str) -> Device:
-    return device.model_copy(update={"name": name})
+    copy = old.model_copy(update={"name": name})
+    return cluster.model_copy(update={"devices": (*cluster.devices, copy), "links": tuple(links)})

@@ -422,9 +422,8 @@ class _Shares:
             # The quick search proves nothing. Search all sets only if the prices may prove
             # something.
             every = self._weighed(searches, scaled, shares, target, self.labels)
-            while (
-                any(self._unreal(kind, one.nodes, target) for kind, one in every)
-                and self.labels < LABELS.most
+            while self.labels < LABELS.most and any(
+                one.nodes and self.graph.kinds[kind].load(one.nodes) > target for kind, one in every
             ):
                 self.labels *= 2
                 every = self._weighed(searches, scaled, shares, target, self.labels)
@@ -500,9 +499,6 @@ class _Shares:
             return []
         self.pool[kind, nodes] = load
         return [(kind, nodes)]
-
-    def _unreal(self, kind: int, nodes: frozenset[int], target: float) -> bool:
-        return bool(nodes) and self.graph.kinds[kind].load(nodes) > target
 
     def _held(
         self, prices: Sequence[float], time_ms: Sequence[float], target: float

@@ -88,13 +88,19 @@ def before_the_program(search: Search) -> None:
     else:
         divided = _divide_pairs(search, pairs, ENDS.pairs_of_few)
         _share_out(search, COARSE, ENDS.proof_of_few)
-        _look_at_few(search)
+        # Where nodes are few, the integer program mostly proves the best.
+        if _may_prove(search, ENDS.proof_of_few) and not set_graph.worth_looking(
+            search.problem, search.nodes
+        ):
+            look(search)
     if search.open() and not divided:
         _move_nodes(search, ENDS.moves)
     if search.open() and not divided and has_many_nodes(search.problem, search.nodes):
         _redivide(search, ENDS.redivision)
     _share_out(search, COARSE, ENDS.coarse_prices)
-    _look_briefly(search)
+    # The integer program proves in a second what takes prices long, and the other way round.
+    if _may_share(search, ENDS.prices):  # else it comes next, for longer
+        look(search)
     if divided:
         _divide_pairs(search, pairs, ENDS.pairs_again)
     _share_out(search, FINE, ENDS.prices)
@@ -163,23 +169,6 @@ def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
         search.prove(search.nothing_below() if bound >= upper else bound)
 
 
-def _look_at_few(search: Search) -> None:
-    """Run the integer program briefly if nodes are so few that it mostly proves the best."""
-    if _may_prove(search, ENDS.proof_of_few) and not set_graph.worth_looking(
-        search.problem, search.nodes
-    ):
-        look(search)
-
-
-def _look_briefly(search: Search) -> None:
-    """Run the integer program briefly.
-
-    It proves in a second what takes prices long, and the other way round.
-    """
-    if _may_share(search, ENDS.prices):  # else it comes next, for longer
-        look(search)
-
-
 def look(search: Search) -> None:
     """Run the integer program for a tenth of the time that is left, or until its work is done."""
     upper, nodes = search.better(), reduced(search.problem, search.value)
@@ -239,11 +228,8 @@ def _move_nodes(search: Search, share: float) -> None:
 
 def _redivide(search: Search, share: float) -> None:
     """Let a few devices redivide their nodes, until a share of the time or the work is over."""
-    if (
-        search.best is not None
-        and search.enough is None
-        and local_search.can_redivide(search.problem)
-    ):
+    is_free = not search.problem.contiguous and search.request.objective == "throughput"
+    if is_free and search.best is not None and search.enough is None:
         found = local_search.redivided(
             search.problem, search.best, search.quietly, lambda: search.over(share)
         )

@@ -83,7 +83,7 @@ class Loads:
 
 def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Times]]:
     """Return the nets over some link, and by net, source and target device, the time of a copy."""
-    links = _distinct_links(problem)
+    links = {_rate_of(link): link for row in problem.links for link in row if link is not None}
     found = exchanges(problem, nodes) if links else []
     over = {way: [exchange.over(link) for exchange in found] for way, link in links.items()}
     pairs = _there_and_back(problem)
@@ -121,8 +121,3 @@ def _there_and_back(problem: Problem) -> list[list[tuple[LinkRate | None, LinkRa
 def _rate_of(link: Link) -> LinkRate:
     """Return a key that is equal for links with equal transfer times."""
     return link.bandwidth_bytes_per_s, link.latency_s
-
-
-def _distinct_links(problem: Problem) -> dict[LinkRate, Link]:
-    """Return one link of each kind."""
-    return {_rate_of(link): link for row in problem.links for link in row if link is not None}

@@ -251,11 +251,6 @@ WORK = 0.3
 """Work of one program, in the measure of ``cpsat.runner.Meter``: a third of a second."""
 
 
-def can_redivide(problem: Problem) -> bool:
-    """Return whether placements are free and their bottleneck counts."""
-    return not problem.contiguous and problem.request.objective == "throughput"
-
-
 def redivided(
     problem: Problem,
     start: Sequence[int],

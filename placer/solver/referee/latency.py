@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from placer.schema import Edge, PlacementRequest
+from placer.schema import PlacementRequest
 from placer.solver.referee import tiers
 
 Where = Mapping[str, str]
@@ -29,16 +29,13 @@ def latency_ms(
     names = [layer.name for layer in request.profile.layers]
     layers = {layer.name: layer for layer in request.profile.layers}
 
-    def forward_delay(edge: Edge, source: str, target: str) -> float:
-        if source == target or not edge.repeats:
+    def delay_ms(source: str, target: str, size_bytes: int, repeats: int = 1) -> float:
+        if source == target or not repeats:
             return 0.0
-        return edge.repeats * links[source, target].transfer_ms(edge.bytes)
-
-    def backward_delay(edge: Edge, source: str, target: str) -> float:
-        return 0.0 if source == target else links[target, source].transfer_ms(edge.gradient_bytes)
+        return repeats * links[source, target].transfer_ms(size_bytes)
 
     arrows = [
-        (e.source, t, forward_delay(e, where[e.source], where[t]))
+        (e.source, t, delay_ms(where[e.source], where[t], e.bytes, e.repeats))
         for e in request.profile.edges
         for t in e.targets
     ]
@@ -51,7 +48,7 @@ def latency_ms(
     )
     if request.is_training:
         arrows = [
-            (t, e.source, backward_delay(e, where[e.source], where[t]))
+            (t, e.source, delay_ms(where[t], where[e.source], e.gradient_bytes))
             for e in request.profile.edges
             for t in e.targets
             if e.gradient_bytes

@@ -199,7 +199,10 @@ class ReplicaSearch:
         self._in_equal_parts([partial(self._search_again, task) for task in again])
         if self.best is None:
             return self._nothing(alone)
-        return self._finished(self.best, min(self._bounds()))
+        time_s = monotonic() - self.began
+        return replica_answer.finished(
+            self.best, min(self._bounds()), self._single, self._choices(), time_s
+        )
 
     @property
     def _value(self) -> float:
@@ -334,10 +337,6 @@ class ReplicaSearch:
                 [Problem.from_request(asked) for asked in questions(self.request)]
             )
         return answer.single_device(Problem.from_request(self.request))
-
-    def _finished(self, placement: Placement, bound: float) -> Placement:
-        time_s = monotonic() - self.began
-        return replica_answer.finished(placement, bound, self._single, self._choices(), time_s)
 
     def _nothing(self, alone: _Task) -> Placement:
         """Return an answer without a placement: infeasible if every shape is proven to be."""
