@@ -42,17 +42,13 @@ def placed(
     """
     _refuse_overflow(problem, result)
     value = result.objective_value
-    bound = min(max(bound, 0.0), value)
-    gap = (value - bound) / value if value else 0.0
     single = single_device(problem)
     timed = problem.request.objective not in ("memory", "devices") and value > 0
     names = [device.name for device in problem.devices]
     return Placement(
         **header(problem, method, solve_time_s),
-        status="optimal" if gap <= PROVEN_GAP else "feasible",
+        **proof(value, bound),
         objective_value=value,
-        bound=bound,
-        gap=gap,
         layer_devices={
             layer.name: names[device]
             for layer, device in zip(problem.layers, assignment, strict=True)
@@ -64,6 +60,18 @@ def placed(
         single_device=single,
         speedup=single.objective_value / value if timed else None,
     )
+
+
+def proof(value: float, bound: float) -> dict[str, Any]:
+    """Return the fields of a placement that state how far its objective is proven.
+
+    Args:
+        value: the objective.
+        bound: a lower bound of it; it may be negative, or above the value by rounding.
+    """
+    bound = min(max(bound, 0.0), value)
+    gap = (value - bound) / value if value else 0.0
+    return {"bound": bound, "gap": gap, "status": "optimal" if gap <= PROVEN_GAP else "feasible"}
 
 
 def _in_order_of_names(

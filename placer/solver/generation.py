@@ -61,8 +61,8 @@ from placer.schema import (
     Profile,
     SingleDevice,
 )
-from placer.schema.base import PROVEN_GAP, Tier
-from placer.solver import costs
+from placer.schema.base import Tier
+from placer.solver import answer, costs
 from placer.solver.latency.host_weights import WeightedPass
 from placer.solver.problem import Problem
 from placer.solver.search import Incumbent, Progress
@@ -267,15 +267,11 @@ def answered(request: PlacementRequest, found: Placement, bound_ms: float | None
         changed = {**header, "bound": bound, "single_device": single}
         return found.model_copy(update=changed)
     value = generation_ms(request, found.layer_devices, found.resting)
-    bound = min(max(bound_ms or 0.0, 0.0) * count, value)
-    gap = (value - bound) / value if value else 0.0
     return found.model_copy(
         update={
             **header,
-            "status": "optimal" if gap <= PROVEN_GAP else "feasible",
+            **answer.proof(value, (bound_ms or 0.0) * count),
             "objective_value": value,
-            "bound": bound,
-            "gap": gap,
             "single_device": single,
             "speedup": single.objective_value / value if single is not None and value else None,
             "devices": with_cache(request, found.layer_devices, found.devices),

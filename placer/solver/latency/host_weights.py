@@ -247,40 +247,56 @@ class _Search:
         """Return a lower bound; note if nothing can fit."""
         computing = simple_bounds.lower_bound(self._ample, reduced(self._ample))
         devices = self._problem.devices
-        state = sum(layer.param_bytes + layer.buffer_bytes for layer in self._problem.layers)
-        short = state - sum(device.usable_bytes for device in devices)
         allowed = {
             tier: limit * len({devices[number].host for number in self._from[tier]})
             for tier, limit in self._limits.items()
         }
-        least = inf
-        sizes = sorted(self._sizes[layer] for layer in self._may_rest)
-        for largest in sorted(set(sizes)):
-            others = [size for size in sizes if size <= largest]
-            others.remove(largest)
-            # ``bytes(s)`` of the module's docstring: at least ``short + 2 s`` must rest, of which
-            # the largest layer itself is s.
-            total = largest + _least_sum(others, short + largest)
-            if total <= sum(allowed.values()):
-                least = min(least, total)
+        least = self._least_resting(sum(allowed.values()))
         self.is_impossible = is_needed and least == inf
         # Unless it is proven that something must rest, a placement without copies may exist.
         if least == inf or not is_needed:
             return computing
+        return max(computing, self._copying_ms(least, allowed.get("host", 0)))
+
+    def _least_resting(self, most: int) -> float:
+        """Return the least bytes that must rest; infinite if they are over ``most``.
+
+        Of ``bytes(s)`` of the module's docstring, at least ``short + 2 s`` must rest, of which the
+        largest layer itself is s.
+        """
+        sizes = sorted(self._sizes[layer] for layer in self._may_rest)
+        totals = []
+        for largest in sorted(set(sizes)):
+            others = [size for size in sizes if size <= largest]
+            others.remove(largest)
+            totals.append(largest + _least_sum(others, self._short_bytes + largest))
+        return min((total for total in totals if total <= most), default=inf)
+
+    def _copying_ms(self, resting: float, on_hosts: int) -> float:
+        """Return a bound on a pass that copies so many bytes, with ``r`` of the docstring.
+
+        Args:
+            resting: the bytes to copy.
+            on_hosts: the bytes that all hosts' memory may hold.
+        """
         shortest = min(
             self._problem.forward_ms[layer][device]
             for layer in self._may_rest
             for device in self.copying
         )
-        # ``r`` and ``disk(s)`` of the module's docstring
         slower = min(
             (self._bandwidth(one, "host") / self._bandwidth(one, "disk") for one in self._on_disk),
             default=1.0,
         )
-        from_disk = max(0, least - allowed.get("host", 0))
-        copied = least + (slower - 1) * from_disk
+        copied = resting + (slower - 1) * max(0, resting - on_hosts)
         rate = sum(self._bandwidth(device, "host") for device in self.copying)
-        return max(computing, 1e3 * copied / rate + shortest)
+        return 1e3 * copied / rate + shortest
+
+    @property
+    def _short_bytes(self) -> int:
+        """The bytes of all parameters and buffers beyond the devices' memory; negative if less."""
+        state = sum(layer.param_bytes + layer.buffer_bytes for layer in self._problem.layers)
+        return state - sum(device.usable_bytes for device in self._problem.devices)
 
     @property
     def _on_disk(self) -> frozenset[int]:
@@ -355,17 +371,16 @@ class _Search:
 
     def _added_bytes(self) -> list[list[int]]:
         """Return by attempt what to add to each device's memory: to all, and to each one alone."""
-        devices = self._problem.devices
+        devices = range(len(self._problem.devices))
         state = sum(layer.param_bytes + layer.buffer_bytes for layer in self._problem.layers)
-        short = max(0, state - sum(device.usable_bytes for device in devices))
         # The two buffers for copies take memory too, in the worst case of the largest layer's size.
-        short += 2 * max(self._sizes)
-        rates = [self._bandwidth(number, "host") for number in range(len(devices))]
+        short = max(0, self._short_bytes) + 2 * max(self._sizes)
+        rates = [self._bandwidth(device, "host") for device in devices]
         attempts = [
             [int(factor * short * rate / sum(rates)) for rate in rates] for factor in FACTORS
         ]
-        for device in self.copying[:MOST_ALONE] if len(devices) > 1 else ():
-            attempts.append([state * (number == device) for number in range(len(devices))])
+        for alone in self.copying[:MOST_ALONE] if len(devices) > 1 else ():
+            attempts.append([state * (device == alone) for device in devices])
         return attempts
 
     def _bandwidth(self, device: int, tier: Tier) -> float:

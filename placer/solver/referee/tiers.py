@@ -60,6 +60,14 @@ def _sizes(
 
 def check_resting(request: PlacementRequest, placement: Placement) -> None:
     """Raise unless parameters rest only where they may, within the limits of each host."""
+    _check_loads(request, placement)
+    if placement.resting:
+        _check_hosts(request, placement)
+        _check_layers(request, placement)
+
+
+def _check_loads(request: PlacementRequest, placement: Placement) -> None:
+    """Raise unless each device reports what it copies."""
     where = placement.layer_devices
     sizes = _sizes(request, where, placement)
     times = copy_times(request, where, placement.resting)
@@ -73,13 +81,16 @@ def check_resting(request: PlacementRequest, placement: Placement) -> None:
         equal(f"disk_bytes of {load.device}", load.disk_bytes, on_disk)
         copying = sum(time_ms for name, time_ms in times.items() if where[name] == load.device)
         near(f"streaming_ms of {load.device}", load.streaming_ms, copying)
-    if not placement.resting:
-        return
+
+
+def _check_hosts(request: PlacementRequest, placement: Placement) -> None:
+    """Raise unless the parameters that rest on each host are within its limits."""
     hosts = {device.name: device.host for device in request.devices}
     taken: defaultdict[tuple[str, str], int] = defaultdict(int)
     for layer in request.profile.layers:
         if layer.name in placement.resting:
-            taken[hosts[where[layer.name]], placement.resting[layer.name]] += layer.param_bytes
+            host = hosts[placement.layer_devices[layer.name]]
+            taken[host, placement.resting[layer.name]] += layer.param_bytes
     limits = {"host": request.host_memory_bytes, "disk": request.disk_bytes}
     for (host, tier), size in taken.items():
         limit = limits[tier]
@@ -87,6 +98,10 @@ def check_resting(request: PlacementRequest, placement: Placement) -> None:
             raise PlacementError(f"parameters rest on the {tier}, which was not asked for")
         at = "on host" if tier == "host" else "on the disk of host"
         require(size <= limit, f"{size} bytes rest {at} {host!r}; the limit is {limit}")
+
+
+def _check_layers(request: PlacementRequest, placement: Placement) -> None:
+    """Raise unless parameters that rest belong to one layer alone."""
     names = [layer.name for layer in request.profile.layers]
     tied = {name for tie in request.profile.tied for name in tie.layers}
     for name in placement.resting:

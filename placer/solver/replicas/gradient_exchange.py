@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -154,22 +155,22 @@ def piece_tails(
         device: that runs them.
         split: whether weight-gradient passes run apart.
     """
-    kind = problem.devices[device].type
-
-    def pass_ms(layer: int) -> float:
-        if split:
-            return pipelines.weight_grad_ms(problem, layer, device)
-        # without the forward pass of a device that recomputes, which comes first
-        return problem.layers[layer].backward_ms[kind]
-
     sizes = [problem.layers[layer].grad_bytes for layer in layers]
     return [
         (
-            sum(pass_ms(layer) for layer in layers[: piece.start]),
+            sum(last_pass_ms(problem, layer, device, split) for layer in layers[: piece.start]),
             sum(sizes[place] for place in piece),
         )
         for piece in _pieces(problem, layers)
     ]
+
+
+def last_pass_ms(problem: Problem, layer: int, device: int, split: bool) -> float:
+    """Return the time of the pass that completes a layer's gradients; see ``piece_tails``."""
+    if split:
+        return pipelines.weight_grad_ms(problem, layer, device)
+    # without the forward pass of a device that recomputes, which comes first
+    return problem.layers[layer].backward_ms[problem.devices[device].type]
 
 
 def gathered(
@@ -292,21 +293,14 @@ def slot_bounds(problem: Problem) -> list[SlotBound]:
     Args:
         problem: the placement problem.
     """
-
-    def optimizer_ms(layer: int, device: int) -> float:
-        return pipelines.optimizer_ms(problem, layer, device)
-
-    found = [SlotBound(optimizer_ms)]
+    optimizer = SlotBound(partial(pipelines.optimizer_ms, problem))
     costs = problem.replication
     if costs is None or not problem.contiguous:
-        return found
-    is_split = problem.request.schedule == "zero-bubble"
+        return [optimizer]
     largest = max(layer.grad_bytes for layer in problem.layers)
 
-    def last_pass_ms(layer: int, device: int) -> float:
-        if is_split:
-            return pipelines.weight_grad_ms(problem, layer, device)
-        return problem.layers[layer].backward_ms[problem.devices[device].type]
+    def backward_ms(layer: int, device: int) -> float:
+        return last_pass_ms(problem, layer, device, problem.weights_apart)
 
     def forward_ms(layer: int, device: int) -> float:
         return problem.forward_ms[layer][device]
@@ -324,11 +318,9 @@ def slot_bounds(problem: Problem) -> list[SlotBound]:
         slowest_ms = max(time.byte_ms for time in times)
         return [SlotBound(whole_ms), SlotBound(piece_ms, largest * slowest_ms)]
 
-    for reduction, gathering in product(
-        ways(costs.reduce, last_pass_ms), ways(costs.gather, forward_ms)
-    ):
-        found.append(_sum(SlotBound(optimizer_ms), reduction, gathering))
-    return found
+    reductions, gatherings = ways(costs.reduce, backward_ms), ways(costs.gather, forward_ms)
+    exchanged = [_sum(optimizer, *terms) for terms in product(reductions, gatherings)]
+    return [optimizer, *exchanged]
 
 
 def _sum(*bounds: SlotBound) -> SlotBound:

@@ -55,6 +55,7 @@ from numpy.typing import NDArray
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.solver import pipelines
 from placer.solver.problem import ROUNDING, Problem
+from placer.solver.replicas.gradient_exchange import last_pass_ms
 from placer.solver.replicas.group_costs import GroupModel
 from placer.solver.replicas.replication import loaded_rate
 
@@ -196,9 +197,7 @@ class GroupBounds:
         compute_ms = units * problem.compute_ms(index, 0)
         if not self._is_step:
             return (compute_ms + layer.grad_bytes * (reduce + gather) / chunks) / model.units
-        last_ms = layer.backward_ms[problem.devices[0].type]
-        if problem.weights_apart:
-            last_ms = pipelines.weight_grad_ms(problem, index, 0)
+        last_ms = last_pass_ms(problem, index, 0, problem.weights_apart)
         exposed = max(0.0, reduce * layer.grad_bytes - last_ms)
         waits = max(0.0, gather * layer.grad_bytes - problem.forward_ms[index][0])
         slot_ms = pipelines.optimizer_ms(problem, index, 0) / count + exposed + waits
@@ -275,16 +274,13 @@ class GroupBounds:
     def _layers(self) -> dict[str, Table]:
         """Sums of a unit over layers, by name."""
         problem, layers = self._problem, range(len(self._problem.layers))
-        kind = problem.devices[0].type
         weights = [pipelines.weight_grad_ms(problem, layer, 0) for layer in layers]
         return {
             "forward": self._sums([problem.forward_ms[layer][0] for layer in layers]),
             "backward": self._sums([problem.backward_ms[layer][0] for layer in layers]),
             "weights": self._sums(weights if problem.weights_apart else [0.0] * len(weights)),
             "last pass": self._sums(
-                weights
-                if problem.weights_apart
-                else [layer.backward_ms[kind] for layer in problem.layers]
+                [last_pass_ms(problem, layer, 0, problem.weights_apart) for layer in layers]
             ),
             "optimizer": self._sums([pipelines.optimizer_ms(problem, one, 0) for one in layers]),
             "gradients": self._sums([layer.grad_bytes for layer in problem.layers]),

@@ -49,8 +49,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import NamedTuple
 
@@ -153,6 +152,18 @@ class GroupModel:
     problem: Problem
     units: int
     cluster: Links
+    _known: dict[tuple[int, ...], Replication | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _footprints: dict[tuple[int, int, int], Footprint] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _problems: dict[int, Problem] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _known_tails: dict[tuple[int, int], list[tuple[float, int]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def evaluate(self, groups: Sequence[Group], below: float) -> GroupCosts | None:
         """Return the costs of groups that fit, or None if they do not or are not below a value.
@@ -173,9 +184,10 @@ class GroupModel:
 
         repeated = costs.recomputed(problem, footprint_of, firsts)
         again = frozenset(stage for stage, device in enumerate(firsts) if device in repeated)
+        rooms = costs.rooms_of(problem, firsts, footprint_of, repeated)
         if problem.request.objective == "throughput":
-            return self._throughput(groups, again, footprint_of, exchanged, below)
-        return self._step(groups, again, footprint_of, exchanged, below)
+            return self._throughput(groups, again, rooms, exchanged, below)
+        return self._step(groups, again, rooms, exchanged, below)
 
     def replication_of(self, devices: Sequence[int]) -> Replication | None:
         """Return what some devices exchange: nothing if one alone, None without a link."""
@@ -186,10 +198,6 @@ class GroupModel:
                 replication([members], self.cluster) if len(members) > 1 else NO_REPLICATION
             )
         return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, ...], Replication | None]:
-        return {}
 
     def _units_of(self, group: Group) -> int:
         return self.units // len(group.devices)
@@ -210,10 +218,6 @@ class GroupModel:
             )
         return self._footprints[key]
 
-    @cached_property
-    def _footprints(self) -> dict[tuple[int, int, int], Footprint]:
-        return {}
-
     def _problem_of(self, replicas: int) -> Problem:
         """Return the problem of one of so many replicas, which has its part of the optimizer."""
         if replicas not in self._problems:
@@ -230,27 +234,20 @@ class GroupModel:
             )
         return self._problems[replicas]
 
-    @cached_property
-    def _problems(self) -> dict[int, Problem]:
-        return {}
-
     # Objective ``step``
 
     def _step(
         self,
         groups: Sequence[Group],
         again: frozenset[int],
-        footprint_of: costs.Footprints,
+        rooms: tuple[int, ...],
         exchanged: Sequence[Replication | None],
         below: float,
     ) -> GroupCosts | None:
         problem = self.problem
-        firsts = tuple(group.devices[0] for group in groups)
-        repeated = frozenset(firsts[stage] for stage in again)
         pipeline = self._pipeline(groups, again)
         if pipeline is None:
             return None
-        rooms = costs.rooms_of(problem, firsts, footprint_of, repeated)
         plan = pipelines.plan_of(problem, pipeline, room=rooms if problem.weights_apart else None)
         exchanges = self._exchanges(groups, exchanged, pipeline, plan)
         slots = tuple(one.slot_ms for one in exchanges)
@@ -258,7 +255,7 @@ class GroupModel:
         value = pipelines.step_ms(problem, pipeline, plan)
         if not value < below:
             return None
-        memory = self._memory(groups, again, footprint_of, plan.in_flight)
+        memory = self._memory(groups, again, plan.in_flight)
         if memory is None:
             return None
         compute, send, receive = self._loads(groups, again)
@@ -277,20 +274,15 @@ class GroupModel:
         )
 
     def _memory(
-        self,
-        groups: Sequence[Group],
-        again: frozenset[int],
-        footprint_of: costs.Footprints,
-        rooms: Sequence[int],
+        self, groups: Sequence[Group], again: frozenset[int], rooms: Sequence[int]
     ) -> tuple[MemoryUse, ...] | None:
         """Return the memory of each stage's devices, or None if one is over its limit."""
         problem = self.problem
-        firsts = tuple(group.devices[0] for group in groups)
         found = []
-        for stage, (first, room) in enumerate(zip(firsts, rooms, strict=True)):
+        for stage, (group, room) in enumerate(zip(groups, rooms, strict=True)):
             backwards = costs.backwards_of(problem, len(groups), stage, room)
-            use = footprint_of(first).use(room, stage in again, backwards)
-            if use.total_bytes > problem.devices[first].usable_bytes:
+            use = self._footprint(group).use(room, stage in again, backwards)
+            if use.total_bytes > problem.devices[group.devices[0]].usable_bytes:
                 return None
             found.append(use)
         return tuple(found)
@@ -404,10 +396,6 @@ class GroupModel:
             )
         return self._known_tails[key]
 
-    @cached_property
-    def _known_tails(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
-        return {}
-
     # Loads
 
     def _loads(
@@ -463,7 +451,7 @@ class GroupModel:
         self,
         groups: Sequence[Group],
         again: frozenset[int],
-        footprint_of: costs.Footprints,
+        rooms: tuple[int, ...],
         exchanged: Sequence[Replication | None],
         below: float,
     ) -> GroupCosts | None:
@@ -481,10 +469,7 @@ class GroupModel:
         value = max(load.values()) / self.units
         if not value < below:
             return None
-        firsts = tuple(group.devices[0] for group in groups)
-        repeated = frozenset(firsts[stage] for stage in again)
-        rooms = costs.rooms_of(problem, firsts, footprint_of, repeated)
-        memory = self._memory(groups, again, footprint_of, rooms)
+        memory = self._memory(groups, again, rooms)
         if memory is None:
             return None
         return GroupCosts(value, None, None, (), rooms, memory, again, compute, send, receive, load)

@@ -19,7 +19,6 @@ from placer.schema import (
     StepChoice,
     TieBreaks,
 )
-from placer.schema.base import PROVEN_GAP
 from placer.solver import answer, costs, pipelines
 from placer.solver.replicas.group_costs import Group, GroupCosts
 from placer.solver.replicas.group_search import GroupChoice, GroupSearch
@@ -229,12 +228,7 @@ def finished(
     """
     value = placement.objective_value
     assert value is not None
-    bound = min(max(bound, 0.0), value)
-    gap = (value - bound) / value if value else 0.0
-    changed: dict[str, Any] = {
-        "bound": bound,
-        "gap": gap,
-        "status": "optimal" if gap <= PROVEN_GAP else "feasible",
+    changed = answer.proof(value, bound) | {
         "single_device": single,
         "speedup": single.objective_value / value if value else None,
         "solve_time_s": time_s,
