@@ -41,7 +41,8 @@ class BaseClient:
 
     def _arguments(self, call: Call) -> dict[str, Any]:
         """Return httpx's arguments for a call."""
-        timeout = call_timeout(call, self._timeout_s)
+        # the time that the service waits on purpose is added
+        timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + call.wait_s)
         return {
             "method": call.method,
             "url": call.path,
@@ -53,8 +54,3 @@ class BaseClient:
         """Return httpx's arguments for an event stream, which may be silent between its beats."""
         timeout = httpx.Timeout(self._timeout_s, read=max(self._timeout_s, SILENCE_S))
         return {"method": "GET", "url": path, "timeout": timeout}
-
-
-def call_timeout(call: Call, timeout_s: float) -> httpx.Timeout:
-    """Return the timeouts of a call; the time that the service waits on purpose is added."""
-    return httpx.Timeout(timeout_s, read=timeout_s + call.wait_s)

@@ -139,9 +139,9 @@ class Sender:
         """Return the pause before the next attempt, or raise the error of the last attempt."""
         if isinstance(outcome, httpx.RequestError):
             if last:
-                raise errors.from_transport(
-                    outcome, self.url, attempt + 1, done=_may_have_acted(call, outcome)
-                ) from outcome
+                # the service may have acted although no response arrived
+                done = not call.repeatable and not isinstance(outcome, NOTHING_SENT)
+                raise errors.from_transport(outcome, self.url, attempt + 1, done=done) from outcome
             return backoff_s(attempt)
         if last or outcome.status_code not in RETRIED or not _is_in_time(call, outcome):
             raise errors.from_reply(outcome)
@@ -212,11 +212,6 @@ def _may_repeat(call: Call, outcome: httpx.Response | httpx.RequestError) -> boo
     if isinstance(outcome, httpx.RequestError):
         return isinstance(outcome, NOTHING_SENT)
     return outcome.status_code in REFUSED
-
-
-def _may_have_acted(call: Call, error: httpx.RequestError) -> bool:
-    """Return whether the service may have acted although no response arrived."""
-    return not call.repeatable and not isinstance(error, NOTHING_SENT)
 
 
 def backoff_s(attempt: int) -> float:

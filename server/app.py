@@ -18,7 +18,7 @@ with extra("server"):
 
     from . import serving
     from .api.error_handlers import handle_errors
-    from .api.routes import include_routes
+    from .api.routes import ROUTERS
     from .api.service import Service
     from .jobs.estimates import Estimates
     from .jobs.evaluations import Evaluations
@@ -88,7 +88,8 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
     app.state.settings = settings or Settings()
     app.state.solver = solver
     app.state.metrics = Metrics()
-    include_routes(app)
+    for router in ROUTERS:
+        app.include_router(router)
     app.add_middleware(HeadRequests)
     app.add_middleware(Guard, keys=Keys(app.state.settings))
     # Added last, so it is the outermost middleware and counts requests that the guard rejects.

@@ -140,7 +140,8 @@ def default_inputs(
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids.clone()
     named = type(model).__name__
-    if training and any(part in named for part in _LOSS_MODELS) and _takes(model, "labels"):
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    if training and any(part in named for part in _LOSS_MODELS) and takes_labels:
         inputs["labels"] = ids.clone()
     return inputs
 
@@ -241,7 +242,3 @@ def _image_size(config: Any) -> tuple[int, int]:
 def _dtype_of(model: nn.Module) -> torch.dtype:
     floats = (one.dtype for one in model.parameters() if one.is_floating_point())
     return next(floats, torch.float32)
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    return name in inspect.signature(model.forward).parameters

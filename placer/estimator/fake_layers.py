@@ -164,7 +164,11 @@ def _trial(
     layer: Layer, graph: LayerGraph, reads: Sequence[Any], training: bool, on_gpu: bool
 ) -> Trial:
     """Return a layer with fake state and reads, ready to run."""
-    state = [_fake_state(graph.state[name]) for name in layer.state]
+    tensors = (graph.state[name] for name in layer.state)
+    state = [
+        devices.rebuilt(tensor, _without_data).requires_grad_(tensor.requires_grad)
+        for tensor in tensors
+    ]
     versions = [read._version if isinstance(read, Tensor) else 0 for read in reads]
     with torch.no_grad():
         layer.function(_PLACE, state, reads)
@@ -205,11 +209,6 @@ def _estimated(trial: Trial, training: bool) -> Measurement:
             ),
         )
     return Measurement(LayerTime(0.0, 0.0, 0.0), memory, write_bytes)
-
-
-def _fake_state(tensor: Tensor) -> Tensor:
-    """Return a fake copy of a parameter or buffer."""
-    return devices.rebuilt(tensor, _without_data).requires_grad_(tensor.requires_grad)
 
 
 def _fake_like(value: Any) -> Any:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
@@ -37,7 +36,6 @@ from placer.schema import (
     Constraints,
     DeviceEstimate,
     Estimate,
-    MemoryUse,
     Placement,
     PlacementRequest,
     Profile,
@@ -216,7 +214,9 @@ class MemorySearch:
             DeviceEstimate(
                 device=load.device,
                 layers=load.layers,
-                memory=_without_cache(load.memory, cached[load.device]),
+                memory=load.memory.model_copy(
+                    update={"buffer_bytes": load.memory.buffer_bytes - cached[load.device]}
+                ),
                 cache_bytes=cached[load.device],
                 total_bytes=load.memory.total_bytes,
                 memory_bytes=None if self._unlimited else device.memory_bytes,
@@ -234,10 +234,11 @@ class MemorySearch:
             if size <= self._asked.reserve_bytes:
                 continue
             one = _untyped(sized_cluster([size], self._asked.reserve_bytes))
-            found = self._fewest(partial(_cards, one))
+            found = self._fewest(one, counted=1)
             if found is None:
                 continue
-            count, placement, cluster = found
+            placement, cluster = found
+            count = len(cluster.devices)
             total, limit = _fullest(placement, cluster)
             yield CardCount(memory_bytes=size, devices=count, total_bytes=total, limit_bytes=limit)
             if count == 1:
@@ -349,9 +350,10 @@ class MemorySearch:
     def _one_more(self) -> Iterator[Change]:
         """Yield the smallest number of further devices like the largest one."""
         largest = max(self._cluster.devices, key=lambda device: device.usable_bytes)
-        found = self._fewest(partial(with_more, self._cluster))
+        found = self._fewest(self._cluster)
         if found is not None:
-            more, placement, cluster = found
+            placement, cluster = found
+            more = len(cluster.devices) - len(self._cluster.devices)
             text = f"{devices_text([largest.memory_bytes] * more)} more"
             yield self._change("devices", text, placement, cluster)
 
@@ -375,38 +377,34 @@ class MemorySearch:
             )
             yield self._change("memory", text, found, cluster)
 
-    def _fewest(self, cluster: Callable[[int], Cluster]) -> tuple[int, Placement, Cluster] | None:
-        """Return the smallest number of devices that fit, by doubling and halving.
+    def _fewest(self, cluster: Cluster, counted: int = 0) -> tuple[Placement, Cluster] | None:
+        """Return the placement with the fewest further devices that fits, by doubling and halving.
 
         A placement on fewer devices is one on more, so what fits on some number fits on any larger
         one.
 
         Args:
-            cluster: returns the devices for a number.
+            cluster: the devices that are there.
+            counted: how many of them count as further ones.
         """
         most = min(MOST_MORE, MAX_DEVICES - len(self._cluster.devices), len(self._profile.layers))
         low, high = 1, 1
-        best: tuple[int, Placement, Cluster] | None = None
+        best: Placement | None = None
         while best is None and low <= most:
             high = min(max(high, low), most)
-            best = self._on(high, cluster)
+            best = self._fitting(with_more(cluster, high - counted))
             if best is None:
                 low, high = high + 1, 2 * high
-        while best is not None and low < best[0] and not self._over():
-            middle = (low + best[0]) // 2
-            found = self._on(middle, cluster)
+        if best is None:
+            return None
+        while low < high and not self._over():
+            middle = (low + high) // 2
+            found = self._fitting(with_more(cluster, middle - counted))
             if found is None:
                 low = middle + 1
             else:
-                best = found
-        return best
-
-    def _on(
-        self, count: int, cluster: Callable[[int], Cluster]
-    ) -> tuple[int, Placement, Cluster] | None:
-        devices = cluster(count)
-        found = self._fitting(devices)
-        return None if found is None else (count, found, devices)
+                best, high = found, middle
+        return best, with_more(cluster, high - counted)
 
     def _change(
         self,
@@ -528,10 +526,6 @@ def with_cache(profile: Profile, cache_bytes: Mapping[str, int]) -> Profile:
     return profile.model_copy(update={"layers": layers})
 
 
-def _without_cache(memory: MemoryUse, cache_bytes: int) -> MemoryUse:
-    return memory.model_copy(update={"buffer_bytes": memory.buffer_bytes - cache_bytes})
-
-
 def _untimed(profile: Profile) -> Profile:
     """Return the profile with times of zero on the one type of devices, as the solver needs."""
     times = {DEVICE_TYPE: 0.0}
@@ -592,11 +586,6 @@ def _fullest(placement: Placement, cluster: Cluster) -> tuple[int, int]:
         for load, device in zip(placement.devices, cluster.devices, strict=True)
     ]
     return max(uses, key=lambda use: use[0] - use[1])
-
-
-def _cards(one: Cluster, count: int) -> Cluster:
-    """Return a number of devices like the only one of a cluster."""
-    return with_more(one, count - 1)
 
 
 def _names(devices: Sequence[str]) -> str:

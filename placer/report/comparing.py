@@ -280,16 +280,14 @@ def comparison_table(found: Comparison, names: tuple[str, str] | None = None) ->
         else [f"{which:<10}  {name}" for which, name in zip(_WHICH, names, strict=True)]
     )
     settings += [f"{name}: {first} | {second}" for name, (first, second) in found.settings.items()]
-    parts: list[RenderableType] = [_unbroken(settings)] if settings else []
+    parts: list[RenderableType] = []
+    if settings:
+        # never wrapped, because file names in it are copied
+        parts.append(Text("\n".join(settings), no_wrap=True, overflow="ignore"))
     parts += (
         _profile_tables(found) if isinstance(found, ProfileComparison) else _placement_tables(found)
     )
     return Group(*parts)
-
-
-def _unbroken(lines: Sequence[str]) -> Text:
-    """Return text that is never wrapped, because file names in it are copied."""
-    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
 
 
 def _profile_tables(found: ProfileComparison) -> list[RenderableType]:
@@ -322,8 +320,11 @@ def _placement_tables(found: PlacementComparison) -> list[RenderableType]:
         grid.add_row(name, *_cells(load, False), *_cells(found.memory_bytes[name], True))
     value = found.objective_value
     shown = partial(_value_text, found.objective)
-    words = [f"objective   {shown(value.first)} | {shown(value.second)}{_ratio_text(value)}"]
-    words.append(f"bound       {shown(found.bound.first)} | {shown(found.bound.second)}")
+    ratio = "" if value.ratio is None else f", ratio {value.ratio:.3f}"
+    words = [
+        f"objective   {shown(value.first)} | {shown(value.second)}{ratio}",
+        f"bound       {shown(found.bound.first)} | {shown(found.bound.second)}",
+    ]
     words += [
         f"moved       {_named(move.layers)}: {move.source or '-'} -> {move.target or '-'}"
         for move in found.moves
@@ -345,10 +346,6 @@ def _value_text(objective: str, value: float | None) -> str:
     if objective in ("throughput", "step", "latency", "generation"):
         return ms_text(value)
     return bytes_text(value) if objective == "memory" else f"{value:.6g}"
-
-
-def _ratio_text(change: Change) -> str:
-    return "" if change.ratio is None else f", ratio {change.ratio:.3f}"
 
 
 def _named(layers: Sequence[str]) -> str:

@@ -106,7 +106,42 @@ def proven(placement: Placement) -> list[str]:
     """
     if placement.infeasible is not None or not placement.layer_devices:
         return _no_placement(placement)
-    return _proven(placement)
+    lines = [f"objective   {_objective_text(placement)}"]
+    if placement.bound is not None:
+        gap = "" if placement.gap is None else f", gap {placement.gap:.2%}"
+        lines.append(f"bound       {_value_text(placement, placement.bound)}{gap}")
+    method = f" by {placement.method}" if placement.method else ""
+    lines.append(f"status      {placement.status}: {_STATUSES[placement.status]}")
+    lines.append(f"solve time  {placement.solve_time_s:.3f} s{method}")
+    lines.append(f"one device  {_single_text(placement)}")
+    if placement.recompute:
+        lines.append(
+            f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less "
+            "meanwhile"
+        )
+    lines += _resting(placement)
+    if placement.step is not None:
+        lines += _step(placement, placement.step)
+    else:
+        lines.append(f"batch       {_choice_text(placement)}")
+        lines += _shares(placement)
+    lines += _generation(placement)
+    if placement.tie_breaks is not None:
+        ties = placement.tie_breaks
+        least = "none as good has less" if ties.proven else "the least that was found"
+        lines.append(
+            f"ties        {ties.transfer_ms:.4g} ms of transfers, "
+            f"{ties.imbalance_ms:.4g} ms apart: "
+            f"{least}"
+        )
+    if placement.limits is not None:
+        lines.append(f"limited by  {placement.limits.kind}: {placement.limits.detail}")
+        lines += [
+            f"would help  {help.change}: {_value_text(placement, help.objective_value)}, "
+            f"{help.speedup:.2f}x"
+            for help in placement.limits.improvements
+        ]
+    return lines
 
 
 def segment_texts(placement: Placement) -> list[str]:
@@ -190,46 +225,6 @@ def _memory_text(load: DeviceLoad, shares: bool) -> str:
     # "3.1 / 8.0 GiB": a common unit is written once
     number, unit = used.split()
     return f"{number if limit.endswith(f' {unit}') else used} / {limit}{share}"
-
-
-def _proven(placement: Placement) -> list[str]:
-    """Return lines about objective, bound, gap, status, time and speed-up."""
-    lines = [f"objective   {_objective_text(placement)}"]
-    if placement.bound is not None:
-        gap = "" if placement.gap is None else f", gap {placement.gap:.2%}"
-        lines.append(f"bound       {_value_text(placement, placement.bound)}{gap}")
-    method = f" by {placement.method}" if placement.method else ""
-    lines.append(f"status      {placement.status}: {_STATUSES[placement.status]}")
-    lines.append(f"solve time  {placement.solve_time_s:.3f} s{method}")
-    lines.append(f"one device  {_single_text(placement)}")
-    if placement.recompute:
-        lines.append(
-            f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less "
-            "meanwhile"
-        )
-    lines += _resting(placement)
-    if placement.step is not None:
-        lines += _step(placement, placement.step)
-    else:
-        lines.append(f"batch       {_choice_text(placement)}")
-        lines += _shares(placement)
-    lines += _generation(placement)
-    if placement.tie_breaks is not None:
-        ties = placement.tie_breaks
-        least = "none as good has less" if ties.proven else "the least that was found"
-        lines.append(
-            f"ties        {ties.transfer_ms:.4g} ms of transfers, "
-            f"{ties.imbalance_ms:.4g} ms apart: "
-            f"{least}"
-        )
-    if placement.limits is not None:
-        lines.append(f"limited by  {placement.limits.kind}: {placement.limits.detail}")
-        lines += [
-            f"would help  {help.change}: {_value_text(placement, help.objective_value)}, "
-            f"{help.speedup:.2f}x"
-            for help in placement.limits.improvements
-        ]
-    return lines
 
 
 def _resting(placement: Placement) -> list[str]:
@@ -528,7 +523,8 @@ def _profile(profile: Profile) -> RenderableType:
 
 
 def _layers(profile: Profile, kinds: list[str], *, modules: bool = True) -> Table:
-    grid = Table(title=_profile_title(profile), title_justify="left")
+    title = f"Profile of {profile.model or 'model'}: {mode_text(profile)}"
+    grid = Table(title=title, title_justify="left")
     grid.add_column("layer", overflow="fold")
     if modules:
         grid.add_column("module")
@@ -554,12 +550,13 @@ def _layers(profile: Profile, kinds: list[str], *, modules: bool = True) -> Tabl
     return grid
 
 
-def _profile_title(profile: Profile) -> str:
+def mode_text(profile: Profile) -> str:
+    """Return what a profile measures: training or inference, and the micro-batch size."""
     mode = (
         f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
     )
-    mode += " and the loss" if profile.with_loss else ""
-    return f"Profile of {profile.model or 'model'}: {mode}, micro-batch of {profile.batch_size}"
+    loss = " and the loss" if profile.with_loss else ""
+    return f"{mode}{loss}, micro-batch of {profile.batch_size}"
 
 
 def _time_of(times_ms: Mapping[str, float], kind: str) -> str:

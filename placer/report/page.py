@@ -8,8 +8,8 @@ from html import escape
 from placer.report.charts import STYLE, Bar, Chart, bars, columns, drawing
 from placer.report.cluster import cluster_table
 from placer.report.estimate import headline, remarks
-from placer.report.explain import proven, segment_texts
-from placer.report.pictures import device_bars, estimate_bars, layer_charts, placed_chart
+from placer.report.explain import mode_text, proven, segment_texts
+from placer.report.pictures import bar_keys, device_bars, estimate_bars, layer_charts, placed_chart
 from placer.report.rendering import PAGE_WIDTH, plain_text
 from placer.schema import Cluster, Estimate, Placement, PlacementRequest, Profile
 from placer.schema.placement import holders
@@ -74,12 +74,8 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 
 def _profile(profile: Profile) -> list[str]:
-    mode = (
-        f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
-    )
-    mode += " and the loss" if profile.with_loss else ""
     facts = [
-        f"{mode}, micro-batch of {profile.batch_size}",
+        mode_text(profile),
         f"{count_text(len(profile.layers), 'layer')}, cut as {profile.granularity}",
     ]
     if not profile.captured:
@@ -121,10 +117,7 @@ def _estimate(estimate: Estimate) -> list[str]:
 
 
 def _bars(title: str, rows: Sequence[Bar], text: Text) -> str:
-    names = dict.fromkeys(
-        (name, color) for row in rows for name, color, value in row.values if value
-    )
-    return f"<h2>{escape(title)}</h2>{legend(list(names))}{drawing(title, *bars(rows, text))}"
+    return f"<h2>{escape(title)}</h2>{legend(bar_keys(rows))}{drawing(title, *bars(rows, text))}"
 
 
 def _places(layer_devices: Mapping[str, str]) -> str:

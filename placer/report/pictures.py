@@ -57,14 +57,15 @@ def _sections(
             (chart.title, _keys(chart.parts), columns(chart)) for chart in layer_charts(subject)
         ]
     shown = [estimate_bars(subject)] if isinstance(subject, Estimate) else device_bars(subject)
-    return [(title, _bar_keys(rows), bars(rows, text)) for title, rows, text in shown]
+    return [(title, bar_keys(rows), bars(rows, text)) for title, rows, text in shown]
 
 
 def _keys(parts: Sequence[Part]) -> list[tuple[str, int]]:
     return [(part.name, part.color) for part in parts]
 
 
-def _bar_keys(rows: Sequence[Bar]) -> list[tuple[str, int]]:
+def bar_keys(rows: Sequence[Bar]) -> list[tuple[str, int]]:
+    """Return the names and colours of the legend of bars."""
     return list(
         dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value)
     )

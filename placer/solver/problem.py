@@ -582,6 +582,16 @@ def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
     return [(value.source, reader) for value in values for reader in value.bound_readers]
 
 
+def gradient_arcs(values: Iterable[Value]) -> list[tuple[int, int]]:
+    """Return all pairs of a layer that makes a value with a gradient and a reader of it."""
+    return [
+        (value.source, reader)
+        for value in values
+        if value.gradient_bytes
+        for reader in value.readers
+    ]
+
+
 def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None:
     chunks = request.chunks if request.is_training else 1
     total = 3 * sum((value.bytes + value.waiting_bytes) * chunks for value in values) + sum(

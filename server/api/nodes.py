@@ -152,10 +152,9 @@ async def get_cluster(
             f" most {MAX_JOINED} devices"
         )
         raise Problem(422, "too-many-devices", "There are too many devices", detail)
-    content = await asyncio.to_thread(
-        _join_json, chosen, network_bytes_per_s or 1.0, network_latency_s
-    )
-    return json_reply(request, content, tagged=True)
+    cluster = await asyncio.to_thread(join, chosen, network_bytes_per_s or 1.0, network_latency_s)
+    content = await asyncio.to_thread(cluster.model_dump_json)
+    return json_reply(request, content.encode(), tagged=True)
 
 
 @router.post("/v1/cluster:measure", response_model=Cluster)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-
 from . import (
     batch,
     estimates,
@@ -31,9 +29,3 @@ ROUTERS = (
     pages.router,
     health.router,
 )
-
-
-def include_routes(app: FastAPI) -> None:
-    """Add all routes to the application."""
-    for router in ROUTERS:
-        app.include_router(router)

@@ -265,17 +265,7 @@ class Store:
 
     def _prune(self, connection: sa.Connection) -> None:
         """Delete the oldest answers by the order of writing, since a clock may jump."""
-        last = (
-            sa.select(placements.c.row)
-            .order_by(placements.c.row.desc())
-            .offset(self._keep)
-            .limit(1)
-        )
-        old = (
-            sa.delete(placements)
-            .where(placements.c.row <= last.scalar_subquery())
-            .returning(placements.c.profile_id)
-        )
+        old = _oldest(placements, self._keep).returning(placements.c.profile_id)
         # Profiles are shared: delete those that no remaining placement uses.
         for profile_id in set(connection.scalars(old)):
             left = sa.exists().where(placements.c.profile_id == profile_id)
@@ -287,13 +277,14 @@ class Store:
         Returns:
             Whether this replica must answer it; False if another one accepted it before.
         """
-        values = {
+        row = {
             "id": job.id,
             "client": job.client,
             "objective": job.objective,
             "time_limit_s": job.time_limit_s,
+            "request": job.request,
+            "owner": self._owner,
         }
-        row = {**values, "request": job.request, "owner": self._owner}
         if self.database.write_one(
             lambda connection: connection.execute(self._accept, row).rowcount == 1
         ):
@@ -369,13 +360,7 @@ class Store:
             connection.execute(sa.delete(graphs).where(graphs.c.id == key, graphs.c.node == node))
             connection.execute(sa.delete(measured).where(measured.c.id == key))
             connection.execute(sa.insert(measured), {"id": key, "profile": profile})
-            last = (
-                sa.select(measured.c.row)
-                .order_by(measured.c.row.desc())
-                .offset(MEASURED_KEPT)
-                .limit(1)
-            )
-            connection.execute(sa.delete(measured).where(measured.c.row <= last.scalar_subquery()))
+            connection.execute(_oldest(measured, MEASURED_KEPT))
 
         self.database.write(write)
 
@@ -506,9 +491,14 @@ class Store:
 def _insert_failure(connection: sa.Connection, key: str, status: int, problem: bytes) -> None:
     connection.execute(sa.delete(failures).where(failures.c.id == key))
     connection.execute(sa.insert(failures), {"id": key, "status": status, "problem": problem})
-    last = sa.select(failures.c.row).order_by(failures.c.row.desc()).offset(FAILURES_KEPT).limit(1)
-    connection.execute(sa.delete(failures).where(failures.c.row <= last.scalar_subquery()))
+    connection.execute(_oldest(failures, FAILURES_KEPT))
     connection.execute(sa.delete(jobs).where(jobs.c.id == key))
+
+
+def _oldest(table: sa.Table, kept: int) -> sa.Delete:
+    """Return the statement that deletes all but the newest rows of a table."""
+    last = sa.select(table.c.row).order_by(table.c.row.desc()).offset(kept).limit(1)
+    return sa.delete(table).where(table.c.row <= last.scalar_subquery())
 
 
 def _without_nul(summary: bytes) -> Any:

@@ -65,9 +65,8 @@ class SolveTask:
         profile = json.dumps(_without_defaults(request.profile)).encode()
         question = json.dumps(_without_defaults(request, exclude={"profile"})).encode()
         summary = json.dumps(summary_of(request, placement)).encode()
-        return Solved(
-            placement.model_dump_json().encode(), profile_hash(request), profile, question, summary
-        )
+        profile_id = hashlib.sha256(request.profile.model_dump_json().encode()).hexdigest()[:32]
+        return Solved(placement.model_dump_json().encode(), profile_id, profile, question, summary)
 
 
 def read_request(payload: bytes) -> PlacementRequest:
@@ -80,11 +79,6 @@ def read_request(payload: bytes) -> PlacementRequest:
         return PlacementRequest.model_validate_json(payload)
     except InputError as error:
         raise InputError(f"this version of Placer does not accept the request: {error}") from error
-
-
-def profile_hash(request: PlacementRequest) -> str:
-    """Return a hash of the profile's content: 32 hexadecimal digits."""
-    return hashlib.sha256(request.profile.model_dump_json().encode()).hexdigest()[:32]
 
 
 def summary_of(request: PlacementRequest, placement: Placement) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from placer.solver.bounds.memory_bounds import least_of_all, least_of_nodes
 from placer.solver.bounds.min_cut_bound import cut_bound
 from placer.solver.bounds.work_sharing import least_work
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem, arcs_of, gradient_arcs
 from placer.solver.reduce import Reduction
 
 
@@ -38,13 +38,7 @@ def _least_latency(problem: Problem, nodes: Reduction) -> float:
     """
     passes = [(problem.forward_ms, arcs_of(problem.values))]
     if problem.training:  # the backward pass is looked at from its end
-        back = [
-            (value.source, reader)
-            for value in problem.values
-            if value.gradient_bytes
-            for reader in value.readers
-        ]
-        passes.append((problem.backward_ms, back))
+        passes.append((problem.backward_ms, gradient_arcs(problem.values)))
     longest, aside_ms = 0.0, [0.0] * len(problem.layers)
     for time_ms, arcs in passes:
         fastest = fastest_ms(problem, time_ms)

@@ -127,6 +127,7 @@ class UnevenShares:
         self._least, self._most = self._profiles[0].batch_size, self._profiles[-1].batch_size
         self._problem = Problem.from_request(request)
         self._fitting: dict[tuple[str, int, bool, int], NDArray[np.bool_]] = {}
+        self._times: dict[tuple[str, bool], _TimesBySize] = {}
         self.found: dict[int, SharedBatch] = {}
         self.bounds: dict[int, float] = {}
 
@@ -221,17 +222,13 @@ class UnevenShares:
 
     def _best_rate(self, device: int) -> float:
         """Return the most samples per ms of a device at any size."""
-        time_ms = self._pass_ms(device)
+        time_ms = self._by_size(device).passes
         sizes = np.arange(self._least, self._most + 1)
         return float(
             np.max(np.divide(sizes, time_ms, where=time_ms > 0, out=np.full_like(time_ms, inf)))
         )
 
     # Times by size
-
-    def _pass_ms(self, device: int) -> Times:
-        """Return the time of both passes of a micro-batch, by size from the smallest measured."""
-        return self._by_size(device).passes
 
     def _by_size(self, device: int) -> _TimesBySize:
         """Return the times of a device by size."""
@@ -240,10 +237,6 @@ class UnevenShares:
         if key not in self._times:
             self._times[key] = self._interpolated(device, is_repeated=key[1])
         return self._times[key]
-
-    @cached_property
-    def _times(self) -> dict[tuple[str, bool], _TimesBySize]:
-        return {}
 
     def _interpolated(self, device: int, is_repeated: bool) -> _TimesBySize:
         """Return the times of a device by size.

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from placer.schedule import in_flight
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
-from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of
+from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of, gradient_arcs
 from placer.solver.reduce import Reduction
 from placer.solver.replicas.gradient_exchange import LayerMs, SlotBound
 
@@ -142,7 +142,7 @@ def _blocks_of(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> _Block
         _by_node(nodes, fastest_ms(problem, times))
         for times in (problem.forward_ms, problem.backward_ms, awaited_ms)
     )
-    back = nodes.arcs(gradient_arcs(problem))
+    back = nodes.arcs(gradient_arcs(problem.values))
     waits = None
     if problem.training and _has_two_ends(back, count):
         behind_ms = _least_to(block_of, _behind(arcs, forward) + _behind(back, awaited))
@@ -188,16 +188,6 @@ def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backw
     held = min(chunks, stages_left)
     first, last = (np.maximum(0.0, behind - (held - 1) * time) for time in (forward, backward))
     return first + last if chunks > stages_left else np.maximum(first, last)
-
-
-def gradient_arcs(problem: Problem) -> list[tuple[int, int]]:
-    """Return values that have gradients, by source and reader."""
-    return [
-        (value.source, reader)
-        for value in problem.values
-        if value.gradient_bytes
-        for reader in value.readers
-    ]
 
 
 def _has_two_ends(arcs: Arcs, count: int) -> bool:

@@ -24,9 +24,8 @@ from math import inf
 from typing import NamedTuple
 
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem, arcs_of, gradient_arcs
 from placer.solver.reduce import Reduction
-from placer.solver.step.fill_bound import gradient_arcs
 
 Matrix = Sequence[Sequence[float]]
 
@@ -116,7 +115,7 @@ def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
-    arcs, back_arcs = arcs_of(problem.values), gradient_arcs(problem)
+    arcs, back_arcs = arcs_of(problem.values), gradient_arcs(problem.values)
     #     there[l] ──F(l)──▶ turn[l] ──B(l)──▶ back[l]
     #     '-- before F --'              '-- after B --'    home[l]: after F(l), until the step ends
     there, back = longest_before(forward, arcs), longest_before(awaited, back_arcs)

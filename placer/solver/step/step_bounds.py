@@ -67,7 +67,7 @@ from placer.solver.bounds.simple_bounds import fastest_ms
 from placer.solver.bounds.work_sharing import least_work
 from placer.solver.chain import optimal_cuts
 from placer.solver.chain.optimal_cuts import Counts, CutTable
-from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem, arcs_of, gradient_arcs
 from placer.solver.reduce import Reduction
 from placer.solver.replicas.gradient_exchange import SlotBound, slot_bounds
 from placer.solver.step import fill_bound, one_machine_bound
@@ -153,12 +153,7 @@ def is_row(problem: Problem, nodes: Reduction) -> bool:
     """Return whether every contiguous placement is a row of stages with neighbours both ways."""
     if len(nodes.nodes) > optimal_cuts.MOST_NODES or not optimal_cuts.is_only_order(problem, nodes):
         return False
-    back = {
-        (nodes.node_of[value.source], nodes.node_of[reader])
-        for value in problem.values
-        if value.gradient_bytes
-        for reader in value.readers
-    }
+    back = nodes.arcs(gradient_arcs(problem.values))
     return not problem.training or all(
         (node, node + 1) in back for node in range(len(nodes.nodes) - 1)
     )
@@ -490,7 +485,7 @@ def _work_ms(problem: Problem, slot: SlotBound, layer: int, device: int) -> floa
 def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> float:
     """Return the longest way to a layer, through it with all micro-batches, and back."""
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
-    there, back = arcs_of(problem.values), fill_bound.gradient_arcs(problem)
+    there, back = arcs_of(problem.values), gradient_arcs(problem.values)
     read = {reader for _, reader in there}
     starts = [layer for layer in range(len(problem.layers)) if layer not in read]
     #     way to l    F F F .. F  B .. B   way back     n micro-batches pass through l one by one;
