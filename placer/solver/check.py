@@ -72,12 +72,7 @@ def _check_placement(request: PlacementRequest, placement: Placement) -> None:
         (placement.step is not None) == (request.objective == "step"),
         "step comes with objective 'step' alone",
     )
-    _check_recompute(asked, where, placement)
-    asked = recompute.repeated(asked, where, placement.recompute)
-    _check_rules(asked, where, placement.contiguous)
-    _check_stages(asked, where, placement)
-    reading = _reading(asked, where, placement.stages, placement.in_flight or None)
-    _check_in_flight(asked, placement, reading)
+    asked, reading = _check_map(asked, placement)
     _check_loads(asked, where, placement, reading)
     tiers.check_resting(asked, placement)
     require(
@@ -85,9 +80,7 @@ def _check_placement(request: PlacementRequest, placement: Placement) -> None:
         f"a device is busy for more than {request.bottleneck_ms} ms",
     )
     _check_value(placement, _objective(asked, where, placement, reading))
-    _check_single_device(request, placement)
-    _check_ties(request, placement)
-    _check_limits(request, placement)
+    _check_comparisons(request, placement)
     if reading is not None:
         step.check_said(request, reading, placement)
 
@@ -131,12 +124,7 @@ def _check_replicas(request: PlacementRequest, placement: Placement) -> None:
             )
         _check_header(asked, own)
         where = own.layer_devices
-        _check_recompute(asked, where, own)
-        repeated = recompute.repeated(asked, where, own.recompute)
-        _check_rules(repeated, where, own.contiguous)
-        _check_stages(repeated, where, own)
-        reading = _reading(repeated, where, own.stages, own.in_flight or None)
-        _check_in_flight(repeated, own, reading)
+        repeated, reading = _check_map(asked, own)
         if reading is None:
             repeated = replicas.with_amortised_exchange(repeated, where, rate_of)
             busiest = max(busiest, busiest_ms(repeated, where))
@@ -149,9 +137,7 @@ def _check_replicas(request: PlacementRequest, placement: Placement) -> None:
         step.check_choices(request, placement)
     else:
         _check_value(placement, busiest / _replicas(placement))
-    _check_single_device(request, placement)
-    _check_ties(request, placement)
-    _check_limits(request, placement)
+    _check_comparisons(request, placement)
 
 
 def _check_by_stage(request: PlacementRequest, placement: Placement) -> None:
@@ -204,6 +190,30 @@ def _check_by_stage(request: PlacementRequest, placement: Placement) -> None:
         step.check_choices(request, placement)
     else:
         _check_value(placement, largest / found.units)
+    _check_comparisons(request, placement)
+
+
+def _check_map(
+    request: PlacementRequest, placement: Placement
+) -> tuple[PlacementRequest, step.StepReading | None]:
+    """Check the device of each layer, the stages, and which devices recompute.
+
+    Returns:
+        The request with the passes that devices repeat, and the step of the map, if one is asked
+        for.
+    """
+    where = placement.layer_devices
+    _check_recompute(request, where, placement)
+    repeated = recompute.repeated(request, where, placement.recompute)
+    _check_rules(repeated, where, placement.contiguous)
+    _check_stages(repeated, where, placement)
+    reading = _reading(repeated, where, placement.stages, placement.in_flight or None)
+    _check_in_flight(repeated, placement, reading)
+    return repeated, reading
+
+
+def _check_comparisons(request: PlacementRequest, placement: Placement) -> None:
+    """Check what a placement says of one device, of equal placements and of other requests."""
     _check_single_device(request, placement)
     _check_ties(request, placement)
     _check_limits(request, placement)

@@ -147,6 +147,11 @@ class Held:
     layers: list[int]
     values: list[Value]
 
+    @cached_property
+    def here(self) -> frozenset[int]:
+        """The layers as a set."""
+        return frozenset(self.layers)
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -237,11 +242,11 @@ def held_with(problem: Problem, layers: Iterable[int]) -> Held:
 
 def footprint(problem: Problem, held: Held) -> Footprint:
     """Return the memory of a device with these layers and values."""
-    layers, here = [problem.layers[layer] for layer in held.layers], set(held.layers)
+    layers = [problem.layers[layer] for layer in held.layers]
     copies = [
         shared
         for shared in problem.shared
-        if shared.first not in here and not shared.others.isdisjoint(here)
+        if shared.first not in held.here and not shared.others.isdisjoint(held.here)
     ]
     state = {
         "param_bytes": sum(layer.param_bytes for layer in layers)
@@ -263,7 +268,7 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     entering = sum(
         value.held_bytes
         for value in held.values
-        if value.source not in here and not here.isdisjoint(value.reader_set)
+        if value.source not in held.here and not held.here.isdisjoint(value.reader_set)
     )
     return Footprint(
         one, sum(kept.values()), entering, recorded(problem, held) if problem.recorded else None
@@ -404,11 +409,10 @@ def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
     A value counts once.
     """
     kept: Counter[int] = Counter()
-    here = set(held.layers)
     for layer in held.layers:
         kept[layer] += problem.layers[layer].saved_bytes
     for value in held.values:
-        keepers = [keeper for keeper in value.keepers if keeper in here]
+        keepers = [keeper for keeper in value.keepers if keeper in held.here]
         if keepers:
             kept[keepers[0]] += value.held_bytes
     return kept
@@ -442,21 +446,20 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """Return the changes, by step, of the bytes of waiting values and of waiting gradients."""
     values: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
-    here = set(held.layers)
     for value in held.values:
-        readers = sorted(here & value.reader_set)
-        kept = [keeper for keeper in value.keepers if keeper in here]
+        readers = sorted(held.here & value.reader_set)
+        kept = [keeper for keeper in value.keepers if keeper in held.here]
         # it waits from its source to its first keeper, else to its last reader
         if readers:
             between(values, value.source + 1, kept[0] if kept else readers[-1], value.held_bytes)
-        if value.source in here:
+        if value.source in held.here:
             between(gradients, value.source + 1, value.readers[-1], value.gradient_bytes)
         elif readers:
             between(gradients, readers[0], readers[-1], value.gradient_bytes)
         if (
             value.retained_bytes
-            and value.readers[-1] in here
-            and len(here.intersection((value.source, *readers))) > 1
+            and value.readers[-1] in held.here
+            and len(held.here.intersection((value.source, *readers))) > 1
         ):
             between(gradients, value.retained_from, value.retained_until, value.retained_bytes)
     return values, gradients
@@ -465,12 +468,11 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
 def _waiting_or_sent(held: Held) -> Mapping[int, int]:
     """Return the changes, by step, of the bytes of own values that wait or are sent."""
     values: Counter[int] = Counter()
-    here = set(held.layers)
     over = max(held.layers, default=0) + 1
     for value in held.values:
-        kept = [keeper for keeper in value.keepers if keeper in here]
-        last = max(here & value.reader_set, default=0)
-        until = kept[0] if kept else over if _is_sent(value, here) else last
+        kept = [keeper for keeper in value.keepers if keeper in held.here]
+        last = max(held.here & value.reader_set, default=0)
+        until = kept[0] if kept else over if _is_sent(value, held.here) else last
         between(values, value.source + 1, until, value.held_bytes)
     return values
 
@@ -494,9 +496,8 @@ def moments_recorded(problem: Problem, held: Held) -> tuple[list[tuple[Moment, M
     Backwards, bytes that layers leave to weight-gradient passes are subtracted while the layers
     have not left them yet. The second result are the bytes that stay when the forward pass is over.
     """
-    here = set(held.layers)
     # Values that arrive lie outside of recorded passes, and count in ``crossing_bytes``.
-    own = Held(held.layers, [value for value in held.values if value.source in here])
+    own = Held(held.layers, [value for value in held.values if value.source in held.here])
     kept, values, gradients = kept_by_step(problem, own), _waiting_or_sent(own), _staying(held)
     deferred = {layer: problem.deferred_bytes[layer] for layer in held.layers}
     steps = zip(
@@ -515,12 +516,11 @@ def moments_recorded(problem: Problem, held: Held) -> tuple[list[tuple[Moment, M
 
 def crossing_bytes(held: Held) -> int:
     """Return one micro-batch's bytes outside passes: values and gradients that arrive."""
-    here = set(held.layers)
     total = 0
     for value in held.values:
-        if value.source not in here:
-            total += 0 if here.isdisjoint(value.reader_set) else value.held_bytes
-        elif not here.issuperset(value.reader_set):
+        if value.source not in held.here:
+            total += 0 if held.here.isdisjoint(value.reader_set) else value.held_bytes
+        elif not held.here.issuperset(value.reader_set):
             total += value.arriving_bytes
     return total
 
@@ -530,11 +530,10 @@ def sent_bytes(held: Held) -> int:
 
     They stay in a recorded pass until it is over.
     """
-    here = set(held.layers)
-    return sum(value.held_bytes for value in held.values if _is_sent(value, here))
+    return sum(value.held_bytes for value in held.values if _is_sent(value, held.here))
 
 
-def _is_sent(value: Value, here: set[int]) -> bool:
+def _is_sent(value: Value, here: frozenset[int]) -> bool:
     return (
         value.source in here
         and not here.issuperset(value.reader_set)
@@ -548,12 +547,11 @@ def landing_bytes(held: Held) -> int:
     These are the gradients that a device sends, and the received ones that are not in
     ``crossing_bytes``.
     """
-    here = set(held.layers)
     total = 0
     for value in held.values:
-        if value.source not in here:
-            total += 0 if here.isdisjoint(value.reader_set) else value.gradient_bytes
-        elif not here.issuperset(value.reader_set):
+        if value.source not in held.here:
+            total += 0 if held.here.isdisjoint(value.reader_set) else value.gradient_bytes
+        elif not held.here.issuperset(value.reader_set):
             total += value.gradient_bytes - value.arriving_bytes
     return total
 
@@ -561,9 +559,8 @@ def landing_bytes(held: Held) -> int:
 def _staying(held: Held) -> Mapping[int, int]:
     """Return the changes, by step, of the bytes of gradients that wait, or are to be sent."""
     gradients: Counter[int] = Counter()
-    here = set(held.layers)
     for value in held.values:
-        readers = sorted(here & value.reader_set)
+        readers = sorted(held.here & value.reader_set)
         if readers:
             between(gradients, value.source + 1, readers[-1], value.gradient_bytes)
     return gradients
@@ -593,14 +590,13 @@ def sums(changes: Mapping[int, int], steps: Iterable[int]) -> list[int]:
 
 def _worst_of_inference(problem: Problem, held: Held) -> Moment:
     """Return the worst moment; values also arrive at steps of other devices' layers."""
-    here = set(held.layers)
     workspace = {layer: problem.layers[layer].forward_workspace_bytes for layer in held.layers}
     changes = defaultdict(int, dict.fromkeys(held.layers, 0))
     for value in held.values:
         last = (
             value.readers[-1]
-            if value.source in here
-            else max(here & value.reader_set, default=value.source)
+            if value.source in held.here
+            else max(held.here & value.reader_set, default=value.source)
         )
         changes[value.source] += value.held_bytes
         changes[last + 1] -= value.held_bytes

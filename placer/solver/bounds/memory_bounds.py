@@ -57,7 +57,7 @@ def most_use_bytes(problem: Problem) -> int:
     if holds_state_alone(problem):
         return sum(state_bytes(problem, layer) for layer in problem.layers)
     # One device that holds all layers needs at least as much as a device with some of them.
-    everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
+    everything = memory.held_with(problem, range(len(problem.layers)))
     chunks = problem.request.chunks
     use = memory.footprint(problem, everything)
     total = use.total_bytes(chunks, backwards=problem.backwards(chunks))

@@ -35,7 +35,7 @@ def recorded_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) ->
     """Return the steps that may need the most, in order, each of the two ways for itself."""
     # All layers on one device: the most that can be held at each step. Steps that fit even then
     # cannot exceed a limit and need no rule.
-    everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
+    everything = memory.held_with(problem, range(len(problem.layers)))
     moments, _ = memory.moments_recorded(problem, everything)
     chunks = problem.request.chunks
     all_bytes = most_use_bytes(problem)
@@ -61,7 +61,7 @@ def recorded_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) ->
 
 def training_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[PeakStep]:
     """Return the steps that may need the most, in order."""
-    everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
+    everything = memory.held_with(problem, range(len(problem.layers)))
     kept = memory.kept_by_step(problem, everything)
     moments = memory.moments_of_training(problem, everything, kept)
     use = memory.footprint(problem, everything)

@@ -15,12 +15,12 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import gcd, inf
+from math import inf, lcm
 from typing import Protocol
 
 from placer.schema import PlacementRequest, Profile, Schedule
 from placer.schema.base import PROVEN_GAP
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, arcs_of
 from placer.solver.replicas.group_bounds import GroupBounds, Part, layers_behind
 from placer.solver.replicas.group_costs import Group, GroupCosts, GroupModel, units_of
 from placer.solver.step.choices import TRAINING, question
@@ -288,11 +288,7 @@ class GroupSearch:
         possible = [n for n in range(1, int(self._most)) if units_in_batch % n == 0]
         multiples = {1}
         for count in possible:
-            multiples |= {
-                one * count // gcd(one, count)
-                for one in multiples
-                if one * count // gcd(one, count) <= MOST_UNITS
-            }
+            multiples |= {n for one in multiples if (n := lcm(one, count)) <= MOST_UNITS}
         # the most first: they leave the most numbers of replicas to choose from
         for units in sorted(multiples - {1}, reverse=True):
             if units_in_batch % units == 0:
@@ -314,12 +310,7 @@ class GroupSearch:
 
     def _light_ends(self, ends: Sequence[int]) -> list[int]:
         """Return the places where the fewest bytes cross, one in each part with equal work."""
-        problem = self._problem
-        crossing = [0] * (len(problem.layers) + 2)
-        for value in problem.values:
-            crossing[value.source + 1] += value.bytes
-            crossing[max(value.readers, default=value.source) + 1] -= value.bytes
-        crossing = list(itertools.accumulate(crossing))
+        problem, crossing = self._problem, self._problem.crossing_bytes
         work = list(
             itertools.accumulate(
                 (problem.compute_ms(layer, 0) for layer in range(len(problem.layers))), initial=0.0
@@ -335,7 +326,7 @@ class GroupSearch:
 
 def _has_one_order(problem: Problem) -> bool:
     """Return whether stages can only be cuts of the profile's order: each layer reads the last."""
-    pairs = {(value.source, reader) for value in problem.values for reader in value.bound_readers}
+    pairs = set(arcs_of(problem.values))
     return all((layer, layer + 1) in pairs for layer in range(len(problem.layers) - 1))
 
 
