@@ -111,13 +111,10 @@ class FewestSearch:
                 and self._fits(devices)
             ):
                 kept.append(devices)
-            return min(kept, key=self._rank)
+            return min(kept, key=lambda one: ties.rank(costs.costs_of(self._problem, one)))
 
         broken = ties.broken(few, best, limits, offer, self._most_ms)
         return offer(None), broken
-
-    def _rank(self, devices: list[int]) -> ties.Rank:
-        return ties.rank(costs.costs_of(self._problem, devices))
 
     def _within(self, most: int) -> Problem:
         """Return the question for a small bottleneck on at most so many devices."""

@@ -225,10 +225,6 @@ def _read_registered(name: str, content: bytes) -> Cluster:
     return cluster
 
 
-def _join_json(chosen: dict[str, Cluster], network_bytes_per_s: float, latency_s: float) -> bytes:
-    return join(chosen, network_bytes_per_s, latency_s).model_dump_json().encode()
-
-
 def _summary(name: str, created_s: float, cluster: Cluster) -> Node:
     types = tuple(dict.fromkeys(device.type for device in cluster.devices))
     devices = tuple(device.name for device in cluster.devices)

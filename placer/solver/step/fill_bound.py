@@ -96,7 +96,7 @@ def filling_of_steady_state(
         return known_ms
     # All passes that others wait for are between the first pass of the first stage and its last.
     # Another stage has its own passes alone between its first and its last; its slot follows.
-    slots_ms = _by_node(nodes, fastest_ms(problem, _matrix(problem, slot.layer_ms)))
+    slots_ms = _by_node(nodes, fastest_ms(problem, matrix(problem, slot.layer_ms)))
     own_ms = blocks.passes_ms + _by_block(blocks.block_of, slots_ms) / problem.request.chunks
     own = blocks.row(problem, own_ms, np.zeros_like(own_ms))
     least = own.least_step(known_ms + slot.less_ms)
@@ -158,7 +158,8 @@ def _blocks_of(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> _Block
     )
 
 
-def _matrix(problem: Problem, layer_ms: LayerMs) -> Matrix:
+def matrix(problem: Problem, layer_ms: LayerMs) -> Matrix:
+    """Return the time of each layer on each device."""
     devices = range(len(problem.devices))
     return [[layer_ms(layer, device) for device in devices] for layer in range(len(problem.layers))]
 

@@ -176,10 +176,8 @@ class StepTable(CutTable):
         super().__init__(bottleneck, nodes, [[node] for node in range(len(nodes.nodes))], classes)
         self._asked = problem
         self._extra = 0.0 if pipelines.is_steady_state(problem) else least_optimizer(problem, nodes)
-        devices, layers = range(len(problem.devices)), range(len(problem.layers))
-        self._optimizer = self._sums(
-            [[pipelines.optimizer_ms(problem, i, d) for d in devices] for i in layers]
-        )
+        optimizer_ms = partial(pipelines.optimizer_ms, problem)
+        self._optimizer = self._sums(fill_bound.matrix(problem, optimizer_ms))
         self._forward = self._sums(problem.forward_ms)
         self._backward = self._sums(problem.backward_ms)
         self._awaited = self._sums(_awaited_ms(problem))
