@@ -83,7 +83,7 @@ class Loads:
 
 def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Times]]:
     """Return the nets over some link, and by net, source and target device, the time of a copy."""
-    links = {_rate_of(link): link for row in problem.links for link in row if link is not None}
+    links = {_rate_of(link): link for link in problem.kinds_of_links}
     found = exchanges(problem, nodes) if links else []
     over = {way: [exchange.over(link) for exchange in found] for way, link in links.items()}
     pairs = _there_and_back(problem)
