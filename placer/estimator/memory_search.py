@@ -47,6 +47,7 @@ from placer.solver.explain.infeasible import plain_reason
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.replicas.replication import EDGE_BYTES, LAYER_BYTES
+from placer.solver.replicas.sharding import sharded_step
 from placer.solver.solve import solve
 from placer.utils.units import count_text, devices_text, needed_text, number_text, size_text
 
@@ -268,6 +269,9 @@ class MemorySearch:
             both = self._smaller_batch(smaller, "auto")
             if both is not None:
                 yield both
+        sharded = self._sharding()
+        if sharded is not None:
+            yield sharded
         yield from self._one_more()
         yield from self._larger()
 
@@ -346,6 +350,34 @@ class MemorySearch:
             return None
         text = f"recompute on {_names(found.recompute)}"
         return self._change("recompute", text, found, self._cluster)
+
+    def _sharding(self) -> Change | None:
+        """Return fully sharded data parallelism on the devices, if the model fits so."""
+        devices, size = self._cluster.devices, self._profile.batch_size
+        if not self._profile.training or len(devices) < 2:
+            return None
+        chunks = max(1, self._asked.chunks // len(devices))
+        found = sharded_step(
+            PlacementRequest(
+                profile=self._profile,
+                cluster=self._cluster,
+                objective="step",
+                batch_size=len(devices) * size * chunks,
+            )
+        )
+        if found is None:
+            return None
+        samples = count_text(size, "sample")
+        return Change(
+            kind="sharding",
+            change=f"shard by FSDP2, with micro-batches of {samples} on each device",
+            batch_size=size,
+            chunks=chunks,
+            devices=len(devices),
+            memory_bytes=tuple(device.memory_bytes for device in devices),
+            total_bytes=found.memory_bytes,
+            limit_bytes=min(device.usable_bytes for device in devices),
+        )
 
     def _one_more(self) -> Iterator[Change]:
         """Yield the smallest number of further devices like the largest one."""

@@ -148,6 +148,21 @@ def test_where_nothing_fits_the_smallest_larger_sizes_are_solved() -> None:
         assert on(f"{size},250", profile).fits is fits
 
 
+def test_a_layer_that_fits_on_no_device_fits_where_its_state_is_sharded() -> None:
+    profile = chain([1000, 10], training=True)
+    found = on("4x3900", profile, replace(ASKED, chunks=8))
+    assert found.fits is False  # the first layer and its state take 4000 bytes
+    sharded = change(found, "sharding")
+    # a quarter of 1010 each of parameters and gradients, of 2000 and of 20 of state; and both whole
+    assert sharded.total_bytes == 253 + 253 + 500 + 5 + 1010 + 1010
+    assert (sharded.limit_bytes, sharded.chunks, sharded.batch_size) == (3900, 2, 1)
+    for size, fits in ((3031, True), (3030, False)):
+        kinds = {one.kind for one in on(f"4x{size}", profile).changes}
+        assert ("sharding" in kinds) is fits
+    assert on("4x3000", chain([1000, 10])).fits
+    assert "sharding" not in {one.kind for one in on("1x3900", profile).changes}
+
+
 @pytest.mark.parametrize("proves", [True, False])
 def test_a_long_solve_follows_a_short_one_that_proves_nothing(
     proves: bool, monkeypatch: pytest.MonkeyPatch
