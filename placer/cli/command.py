@@ -42,7 +42,7 @@ EXIT_CODES = (
 
 
 class _Naming(TyperGroup):
-    """Commands whose errors name the wrong value; typer names only the right ones."""
+    """Commands whose errors name the wrong value; typer 0.29 names only the right ones."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that is asked for."""

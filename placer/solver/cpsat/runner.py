@@ -151,7 +151,7 @@ def run(program: Program, limits: Limits) -> Answer:
         status = solver.solve(
             program.cp, _Progress(program, limits.progress) if limits.progress else None
         )
-    limits.meter.done += solver.deterministic_time
+    limits.meter.done += solver.response_proto.deterministic_time
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return Answer(
         devices=program.read(solver.value) if found else None,
