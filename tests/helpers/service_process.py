@@ -47,8 +47,10 @@ class ServiceProcess:
         }
         start_fork_server()
         self._asking = tempfile.NamedTemporaryFile()
+        server = forkserver._forkserver
         asked = (
-            forkserver._forkserver._forkserver_address,
+            # from Python 3.14 on, who asks the fork server for a process proves that it has the key
+            (server._forkserver_address, getattr(server, "_forkserver_authkey", None)),
             dict(os.environ),
             self._asking.name,
             solver,
@@ -79,14 +81,18 @@ class ServiceProcess:
 
 
 def _serve(
-    address: str, environment: Mapping[str, str], asking: str, solver: str, given: Mapping[str, Any]
+    server: tuple[str, bytes | None],
+    environment: Mapping[str, str],
+    asking: str,
+    solver: str,
+    given: Mapping[str, Any],
 ) -> None:
     """Serve in this fork, in the environment of now; Python would start another process to fork
     workers from."""
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
-    forkserver._forkserver._forkserver_address = address
+    forkserver._forkserver._forkserver_address, forkserver._forkserver._forkserver_authkey = server
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
     ask = forkserver.connect_to_new_process
 
