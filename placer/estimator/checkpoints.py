@@ -219,13 +219,11 @@ def transformers_library() -> Any:
 
 def _own_dtype(config: Any) -> torch.dtype | None:
     for part in (config, config.get_text_config()):
-        # the name until transformers 4.55 was torch_dtype
-        for name in ("dtype", "torch_dtype"):
-            found = vars(part).get(name)
-            if isinstance(found, str):
-                found = getattr(torch, found.removeprefix("torch."), None)
-            if isinstance(found, torch.dtype):
-                return found
+        found = vars(part).get("dtype")
+        if isinstance(found, str):
+            found = getattr(torch, found.removeprefix("torch."), None)
+        if isinstance(found, torch.dtype):
+            return found
     return None
 
 
