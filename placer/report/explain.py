@@ -480,7 +480,7 @@ def _no_placement(placement: Placement) -> list[str]:
         ]
         if placement.bound is not None:
             lines.append(f"bound       {_value_text(placement, placement.bound)}")
-        return lines
+        return [*lines, *_sharded(placement)]
     return [
         "no placement is possible",
         *_infeasible(placement.infeasible),

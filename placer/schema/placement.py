@@ -422,7 +422,7 @@ class Placement(Wire):
         step: further results of the objective ``step``.
         sharded: under the objective ``step``, a step of fully sharded data parallelism on all
             devices, if it is predicted to be shorter than the placement's, or to fit where no
-            placement does.
+            placement was found.
         generation: further results of the objective ``generation``.
     """
 

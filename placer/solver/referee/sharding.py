@@ -8,6 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from placer.errors import PlacementError
+from placer.exports.units import is_number
 from placer.schema import Layer, Placement, PlacementRequest, Profile
 from placer.schema.base import MERGED, WHOLE
 from placer.solver.referee.claims import equal, near, require
@@ -16,12 +17,13 @@ from placer.solver.referee.replicas import Rate, rates_while_computing, with_par
 
 
 class _Found(NamedTuple):
-    """A sharded step."""
+    """A sharded step that may not fit."""
 
     step_ms: float
-    batch_size: int
+    compute_ms: float
+    profile: Profile
     chunks: int
-    memory_bytes: int
+    whole_bytes: int
 
 
 def check_sharded(request: PlacementRequest, placement: Placement) -> None:
@@ -30,63 +32,84 @@ def check_sharded(request: PlacementRequest, placement: Placement) -> None:
     if request.objective != "step":
         require(claimed is None, "sharded comes with objective 'step' alone")
         return
-    found = [_step(request, *size) for size in _sizes(request)]
-    steps = {(one.batch_size, one.chunks): one for one in found if one is not None}
+    found = _steps(request)
+    most_bytes = min(device.usable_bytes for device in request.devices)
     value = inf if placement.objective_value is None else placement.objective_value
-    best_ms = min((one.step_ms for one in steps.values()), default=inf)
-    # the solver's rounding may differ where both are about equal
-    if claimed is None:
-        is_short = best_ms < 0.95 * value * (1 - 1e-9)
-        require(not is_short, f"a sharded step of {best_ms} ms is not reported; {value} ms are")
-        return
     require(
-        claimed.step_ms < 0.95 * value, f"a sharded step of {claimed.step_ms} ms is hardly shorter"
+        claimed is None or claimed.step_ms < 0.95 * value,
+        f"a sharded step is claimed that is hardly shorter than {value} ms",
     )
-    near("sharded.step_ms", claimed.step_ms, best_ms)
+    least_ms = 0.95 * value if claimed is None else claimed.step_ms
+    for one in found:
+        # the solver's rounding may differ where both are about equal
+        if one.step_ms < least_ms * (1 - 1e-9) and _use(request, one) <= most_bytes:
+            raise PlacementError(f"a sharded step of {one.step_ms} ms is not reported")
+    if claimed is None:
+        return
+    steps = {(one.profile.batch_size, one.chunks): one for one in found}
     same = steps.get((claimed.batch_size, claimed.chunks))
     if same is None:
         raise PlacementError(f"no sharded step has micro-batches of {claimed.batch_size} samples")
-    near("sharded.step_ms of its micro-batches", claimed.step_ms, same.step_ms)
-    equal("sharded.memory_bytes", claimed.memory_bytes, same.memory_bytes)
+    near("sharded.step_ms", claimed.step_ms, same.step_ms)
+    near("sharded.compute_ms", claimed.compute_ms, same.compute_ms)
+    equal("sharded.memory_bytes", claimed.memory_bytes, _use(request, same))
+    require(
+        claimed.memory_bytes <= most_bytes,
+        f"a sharded step needs {claimed.memory_bytes} bytes; a device has {most_bytes}",
+    )
+    units = [unit for unit in _units(request).values() if unit is not None]
+    equal("sharded.modules", claimed.modules, tuple(dict.fromkeys(units)))
 
 
 def _sizes(request: PlacementRequest) -> Iterator[tuple[Profile, int]]:
     """Yield the micro-batches that every device may compute, with their number."""
-    count, rules = len(request.devices), request.constraints
-    links = {(link.source, link.target) for link in request.placed_on.links}
-    names = [device.name for device in request.devices]
-    all_linked = all((a, b) in links for a in names for b in names if a != b)
-    unit_of = _units(request)
-    ties_inside = all(
-        len({unit_of[one] for one in tie.layers}) == 1 for tie in request.profile.tied
-    )
-    may = request.is_training and count > 1 and (rules.max_devices or count) >= count
-    if not (may and all_linked and ties_inside):
+    if not (_may_compute_all(request) and _may_exchange(request)):
         return
     for profile in (request.profile, *request.profiles):
-        share = count * profile.batch_size
+        share = len(request.devices) * profile.batch_size
         if request.whole_batch_size % share == 0:
             yield profile, request.whole_batch_size // share
 
 
+def _may_compute_all(request: PlacementRequest) -> bool:
+    """Return whether each of several devices may train all layers."""
+    rules, count, layers = request.constraints, len(request.devices), len(request.profile.layers)
+    enough = (rules.max_devices or count) >= count and (rules.max_layers or layers) >= layers
+    return request.is_training and count > 1 and enough and not (rules.pinned or rules.forbidden)
+
+
+def _may_exchange(request: PlacementRequest) -> bool:
+    """Return whether all devices are linked, and no two units share parameters."""
+    links = {(link.source, link.target) for link in request.placed_on.links}
+    names = [device.name for device in request.devices]
+    unit_of = _units(request)
+    return all((a, b) in links for a in names for b in names if a != b) and all(
+        len({unit_of[one] for one in tie.layers}) == 1 for tie in request.profile.tied
+    )
+
+
 def _units(request: PlacementRequest) -> dict[str, str | None]:
     """Return the unit of each layer; None for the root."""
-
-    def block(path: str) -> str | None:
-        parts = path.split(".")
-        numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
-        return ".".join(parts[: numbers[0] + 1]) if numbers else None
-
-    paths_of = {
-        layer.name: [path.split("@")[0] for path in layer.name.split(MERGED) if path != WHOLE]
-        for layer in request.profile.layers
-    }
-    has_blocks = any(block(path) for paths in paths_of.values() for path in paths)
+    paths_of = {layer.name: _paths(layer.name) for layer in request.profile.layers}
+    has_blocks = any(_block(path) for paths in paths_of.values() for path in paths)
     found: dict[str, str | None] = {}
     for name, paths in paths_of.items():
-        own = {block(path) if has_blocks else path.split(".")[0] for path in paths}
-        found[name] = own.pop() if len(own) == 1 else None
+        own = {_block(path) if has_blocks else path.split(".")[0] for path in paths}
+        found[name] = (own.pop() or None) if len(own) == 1 else None
     return found
+
+
+def _paths(layer: str) -> list[str]:
+    """Return the paths of the modules in a layer; an empty one for the whole model."""
+    paths = [path.split("@")[0] for path in layer.split(MERGED)]
+    return ["" if path == WHOLE else path for path in paths]
+
+
+def _block(path: str) -> str | None:
+    """Return the path of the outermost numbered module; None without one."""
+    parts = path.split(".")
+    numbers = [place for place, part in enumerate(parts) if is_number(part)]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else None
 
 
 class _Run(NamedTuple):
@@ -98,22 +121,39 @@ class _Run(NamedTuple):
     grad_bytes: int
 
 
-def _step(request: PlacementRequest, profile: Profile, chunks: int) -> _Found | None:
-    """Return a step with one size; None if a device lacks memory."""
+def _steps(request: PlacementRequest) -> list[_Found]:
+    """Return the steps of all sizes."""
+    if not (sizes := [*_sizes(request)]):
+        return []
+    rates = rates_while_computing(request, [device.name for device in request.devices])
+    return [_step(request, rates, *size) for size in sizes]
+
+
+def _step(
+    request: PlacementRequest, rates: tuple[Rate, Rate], profile: Profile, chunks: int
+) -> _Found:
+    """Return a step with one size."""
     count, unit_of = len(request.devices), _units(request)
-    part = with_part_of_optimizer(profile, count)
-    root = [layer for layer in part.layers if unit_of[layer.name] is None]
+    root = [layer for layer in profile.layers if unit_of[layer.name] is None]
     runs = [
         _run(request, [*layers], is_root=unit is None)
-        for unit, layers in groupby(part.layers, key=lambda layer: unit_of[layer.name])
+        for unit, layers in groupby(profile.layers, key=lambda layer: unit_of[layer.name])
     ]
-    apart = _params(root) + _gradients(root) + _most_gathered(runs)
-    uses = {one: apart + _part_bytes(request, part, one.name, count) for one in request.devices}
-    if any(use > device.usable_bytes for device, use in uses.items()):
-        return None
-    per_micro_batch = max(_passes_ms(request, runs, root), _longest(request, part, "host_ms"))
-    step_ms = chunks * per_micro_batch + _longest(request, part, "optimizer_ms")
-    return _Found(step_ms, profile.batch_size, chunks, max(uses.values()))
+    per_micro_batch = max(_passes_ms(rates, runs, root), _longest(request, profile, "host_ms"))
+    return _Found(
+        step_ms=chunks * per_micro_batch + _longest(request, profile, "optimizer_ms") / count,
+        compute_ms=chunks * sum(run.forward_ms + run.backward_ms for run in runs),
+        profile=profile,
+        chunks=chunks,
+        whole_bytes=_params(root) + _gradients(root) + _most_gathered(runs),
+    )
+
+
+def _use(request: PlacementRequest, found: _Found) -> int:
+    """Return the memory of each device; layers need the same on all types of devices."""
+    count = len(request.devices)
+    part = with_part_of_optimizer(found.profile, count)
+    return found.whole_bytes + _part_bytes(request, part, request.devices[0].name, count)
 
 
 def _run(request: PlacementRequest, layers: Sequence[Layer], is_root: bool) -> _Run:
@@ -144,11 +184,11 @@ def _gradients(layers: Sequence[Layer]) -> int:
 
 
 def _most_gathered(runs: Sequence[_Run]) -> int:
-    """Return the bytes of whole units beyond the root: two at a time, in the worst case."""
-    pairs = [*pairwise(runs)] or [(runs[0], _Run(0.0, 0.0, 0, 0))]
-    return max(a.param_bytes + b.param_bytes for a, b in pairs) + max(
-        a.grad_bytes + b.grad_bytes for a, b in pairs
-    )
+    """Return the most bytes of whole units beyond the root, which neither splits nor frees them."""
+    params = [0, *(run.param_bytes for run in runs if run.param_bytes), 0]
+    grads = [0, *(run.grad_bytes for run in runs if run.param_bytes), 0]
+    backward = max(a + b for a, b in pairwise(grads))
+    return max(a + b for a, b in pairwise(params)) + max(backward, *params)
 
 
 def _part_bytes(request: PlacementRequest, profile: Profile, device: str, count: int) -> int:
@@ -163,9 +203,9 @@ def _part_bytes(request: PlacementRequest, profile: Profile, device: str, count:
     return use
 
 
-def _passes_ms(request: PlacementRequest, runs: Sequence[_Run], root: Sequence[Layer]) -> float:
+def _passes_ms(rates: tuple[Rate, Rate], runs: Sequence[_Run], root: Sequence[Layer]) -> float:
     """Return the time of both passes of a micro-batch."""
-    reduce, gather = rates_while_computing(request, [device.name for device in request.devices])
+    reduce, gather = rates
     gathers = [_time(gather, run.param_bytes) for run in runs]
     forward = _pass(gathers, [run.forward_ms for run in runs], [0.0] * len(runs))
     backward = _pass(
@@ -183,13 +223,17 @@ def _time(rate: Rate, size: int) -> float:
 
 def _pass(gathers: Sequence[float], computes: Sequence[float], reduces: Sequence[float]) -> float:
     """Return the time of a pass, message by message in the order in which they are issued."""
-    ready, ended = [0.0] * len(gathers), [0.0] * len(gathers)
-    free = ready[0] = gathers[0]
+    units = [step for step, time_ms in enumerate(gathers) if time_ms > 0]
+    after = dict(pairwise(units))
+    ready = {step: gathers[step] for step in units[:1]}
+    free, clock, reduced = sum(ready.values()), 0.0, 0.0
     for step, time_ms in enumerate(computes):
-        begun = max(ready[step], ended[step - 1] if step else 0.0)
-        ended[step] = begun + time_ms
-        if step + 1 < len(gathers):
-            free = ready[step + 1] = max(free, begun) + gathers[step + 1]
+        begun = max(clock, ready.get(step, 0.0))
+        if step in after:
+            free = ready[after[step]] = max(free, begun) + gathers[after[step]]
+        clock = begun + time_ms
         if reduces[step] > 0:
-            free = max(free, ended[step]) + reduces[step]
-    return max(ended[-1], free)
+            # one buffer packs gradients, so a unit waits until the last unit's have left
+            clock = max(clock, reduced)
+            free = reduced = max(free, clock) + reduces[step]
+    return max(clock, free)

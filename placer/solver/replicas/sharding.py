@@ -6,15 +6,18 @@ state. A *unit* is a block of the model, the outermost numbered module around a 
 blocks, it is a child of the model. Layers in neither form the root unit.
 
 **Time.** Parameters of a unit are gathered before each pass of it, while the unit before it
-computes. Its gradients are reduced after its backward pass. One lane, L, carries these messages one
-after another; the root unit is gathered once per micro-batch, and reduced at its end. For the units
-u of a pass in their order, in ms::
+computes. Its gradients are reduced after its backward pass; the reduction of the unit before it has
+ended by then. One lane, L, carries these messages one after another; the root unit is gathered once
+per micro-batch, and reduced at its end, so its layers only compute. For the units u of a pass in
+their order, in ms::
 
     L = gather(first); end = 0
     each u:  begin = max(end, time at which u is gathered)
              L     = max(L, begin) + gather(next unit)
              end   = begin + compute(u)
+             end   = max(end, end of the reduction before)      in the backward pass
              L     = max(L, end) + reduce(u)                    in the backward pass
+             end   = end + compute(layers of the root until the next unit)
     pass  = max(end, L)
     step  = chunks * max(forward pass + backward pass, host) + optimizer / K
 
@@ -26,22 +29,25 @@ layers, because units run without a recording.
 micro-batch of n samples in flight and 1 / K of the optimizer::
 
     use = alone - params - gradients + params / K + gradients / K + params(root) + gradients(root)
-          + largest params of two consecutive units + largest gradients of two consecutive units
+          + largest params of two consecutive units
+          + max(largest gradients of two consecutive units, largest params of a unit)
 
-A step counts if every device has this memory, for a measured n that fills the batch.
+Forward passes hold the second summand of the maximum: the received copy of a unit is freed when the
+next one has arrived. A step counts if every device has this memory, for a measured n that fills the
+batch, and if the request neither pins nor forbids layers: every device computes all of them.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise, permutations
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby, pairwise
 from math import inf
+from typing import NamedTuple
 
 from placer.exports.units import block_path, modules_of
-from placer.schema import Placement, PlacementRequest, Profile, ShardedStep
+from placer.schema import Cluster, Layer, Placement, PlacementRequest, Profile, ShardedStep
 from placer.solver import costs
 from placer.solver.problem import Problem
 from placer.solver.replicas.replication import (
@@ -59,8 +65,7 @@ SHORTER = 0.95
 measured to be off by up to 5%."""
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """Consecutive layers of one unit.
 
     Attributes:
@@ -76,6 +81,27 @@ class _Run:
     grad_bytes: int
 
 
+_ABSENT = _Run(0.0, 0.0, 0, 0)
+
+
+class _Step(NamedTuple):
+    """A step with one size of micro-batches, whose memory is not known.
+
+    Attributes:
+        step_ms: time of a step.
+        profile: of a micro-batch.
+        chunks: micro-batches of a device.
+        runs: in execution order.
+        root: the layers of the root unit.
+    """
+
+    step_ms: float
+    profile: Profile
+    chunks: int
+    runs: list[_Run]
+    root: list[Layer]
+
+
 def with_sharded_step(request: PlacementRequest, placement: Placement) -> Placement:
     """Return a placement with the sharded step, if it is clearly shorter or alone fits.
 
@@ -83,37 +109,52 @@ def with_sharded_step(request: PlacementRequest, placement: Placement) -> Placem
         request: the question, by objective ``step``.
         placement: its answer.
     """
-    found = sharded_step(request)
     value = inf if placement.objective_value is None else placement.objective_value
-    if found is None or found.step_ms >= SHORTER * value:
-        return placement
-    return placement.model_copy(update={"sharded": found})
+    found = sharded_step(request, SHORTER * value)
+    return placement if found is None else placement.model_copy(update={"sharded": found})
 
 
-def sharded_step(request: PlacementRequest) -> ShardedStep | None:
+def sharded_step(request: PlacementRequest, below_ms: float = inf) -> ShardedStep | None:
     """Return the shortest sharded step that fits on all devices; None without one.
 
     Args:
         request: the question, by objective ``step``.
+        below_ms: a longer step is not looked for.
     """
     units = units_of([layer.name for layer in request.profile.layers])
     gather = _gather_time(request)
     if not request.is_training or gather is None or _is_tied_across(request, units):
         return None
-    found = [_step(request, profile, chunks, units, gather) for profile, chunks in _sizes(request)]
-    fitting = [one for one in found if one is not None]
-    return min(fitting, key=lambda one: one.step_ms, default=None)
+    steps = [_step(request, profile, chunks, units, gather) for profile, chunks in _sizes(request)]
+    most_bytes = min(device.usable_bytes for device in request.devices)
+    # memory takes most of the time to compute, so it comes last
+    for step in sorted(steps, key=lambda one: one.step_ms):
+        if step.step_ms >= below_ms:
+            return None
+        if (memory_bytes := _held_bytes(request, step)) <= most_bytes:
+            return ShardedStep(
+                step_ms=step.step_ms,
+                compute_ms=step.chunks * sum(run.forward_ms + run.backward_ms for run in step.runs),
+                memory_bytes=memory_bytes,
+                batch_size=step.profile.batch_size,
+                chunks=step.chunks,
+                modules=tuple(dict.fromkeys(unit for unit in units if unit != ROOT)),
+            )
+    return None
 
 
 def _gather_time(request: PlacementRequest) -> ExchangeTime | None:
     """Return what all devices take to gather parameters; None if they may not or cannot."""
-    names = [device.name for device in request.devices]
+    names, rules = [device.name for device in request.devices], request.constraints
     links = {(link.source, link.target): link for link in request.placed_on.links}
-    most = request.constraints.max_devices or len(names)
+    layers = len(request.profile.layers)
     if (
         len(names) < 2
-        or most < len(names)
-        or not all(way in links for way in permutations(names, 2))
+        or len(links) < len(names) * (len(names) - 1)
+        or (rules.max_devices or len(names)) < len(names)
+        or (rules.max_layers or layers) < layers
+        or rules.pinned
+        or rules.forbidden
     ):
         return None
     return slowest(names, links, computing=True)
@@ -153,50 +194,64 @@ def _step(
     chunks: int,
     units: Sequence[str],
     gather: ExchangeTime,
-) -> ShardedStep | None:
-    """Return the step with one size; None if a device lacks memory."""
-    count = len(request.devices)
+) -> _Step:
+    """Return the step with one size."""
+    count, kinds = len(request.devices), {device.type for device in request.devices}
     reduce = with_additions(gather, count)
-    problem = _whole_model(request, shared_profile(profile, count))
-    runs = _runs(problem, units)
-    root_params = sum(
-        layer.param_bytes for layer, unit in zip(problem.layers, units, strict=True) if unit == ROOT
-    )
-    root_grads = sum(
-        layer.grad_bytes for layer, unit in zip(problem.layers, units, strict=True) if unit == ROOT
-    )
-    most = [
-        _held_bytes(problem, device, runs, count) + root_params + root_grads
-        for device in range(count)
-    ]
-    if any(size > device.usable_bytes for size, device in zip(most, request.devices, strict=True)):
-        return None
-    forward_ms = gather.time_ms(root_params) + _pass_ms(
+    runs = _runs(profile.layers, units, kinds)
+    root = [layer for layer, unit in zip(profile.layers, units, strict=True) if unit == ROOT]
+    forward_ms = gather.time_ms(sum(layer.param_bytes for layer in root)) + _pass_ms(
         [(gather.time_ms(run.param_bytes), run.forward_ms, 0.0) for run in runs]
     )
-    backward_ms = reduce.time_ms(root_grads) + _pass_ms(
+    backward_ms = reduce.time_ms(sum(layer.grad_bytes for layer in root)) + _pass_ms(
         [
             (gather.time_ms(run.param_bytes), run.backward_ms, reduce.time_ms(run.grad_bytes))
             for run in reversed(runs)
         ]
     )
-    kinds = {device.type for device in request.devices}
     host_ms = max(sum(layer.host_ms.get(kind, 0.0) for layer in profile.layers) for kind in kinds)
     optimizer_ms = max(
-        sum(layer.optimizer_ms.get(kind, 0.0) for layer in problem.layers) for kind in kinds
+        sum(layer.optimizer_ms.get(kind, 0.0) for layer in profile.layers) for kind in kinds
     )
-    return ShardedStep(
-        step_ms=chunks * max(forward_ms + backward_ms, host_ms) + optimizer_ms,
-        compute_ms=chunks * sum(run.forward_ms + run.backward_ms for run in runs),
-        memory_bytes=max(most),
-        batch_size=profile.batch_size,
-        chunks=chunks,
-        modules=tuple(dict.fromkeys(unit for unit in units if unit != ROOT)),
-    )
+    step_ms = chunks * max(forward_ms + backward_ms, host_ms) + optimizer_ms / count
+    return _Step(step_ms, profile, chunks, runs, root)
+
+
+def _runs(layers: Sequence[Layer], units: Sequence[str], kinds: Collection[str]) -> list[_Run]:
+    """Return the consecutive layers of each unit in execution order."""
+    runs = []
+    for unit, pairs in groupby(zip(units, layers, strict=True), key=lambda pair: pair[0]):
+        run = [layer for _, layer in pairs]
+        own = run if unit != ROOT else []
+        runs.append(
+            _Run(
+                max(sum(layer.forward_ms[kind] for layer in run) for kind in kinds),
+                max(sum(layer.backward_ms[kind] for layer in run) for kind in kinds),
+                sum(layer.param_bytes for layer in own),
+                sum(layer.grad_bytes for layer in own),
+            )
+        )
+    return runs
+
+
+def _held_bytes(request: PlacementRequest, step: _Step) -> int:
+    """Return the memory of a device, whatever its type."""
+    count = len(request.devices)
+    problem = _whole_model(request, shared_profile(step.profile, count))
+    alone = costs.costs_of(problem, [0] * len(problem.layers)).memory[0]
+    state = alone.param_bytes + alone.grad_bytes
+    part = -(-alone.param_bytes // count) - (-alone.grad_bytes // count)
+    root = sum(layer.param_bytes + layer.grad_bytes for layer in step.root)
+    units = [run for run in step.runs if run.param_bytes]
+    pairs = [*pairwise(units), *((unit, _ABSENT) for unit in units[-1:])]
+    gathered = max((one.param_bytes + other.param_bytes for one, other in pairs), default=0)
+    unreduced = max((one.grad_bytes + other.grad_bytes for one, other in pairs), default=0)
+    received = max((unit.param_bytes for unit in units), default=0)
+    return alone.total_bytes - state + part + root + gathered + max(unreduced, received)
 
 
 def _whole_model(request: PlacementRequest, profile: Profile) -> Problem:
-    """Return the problem of the whole model on each device, one micro-batch at a time."""
+    """Return the problem of the whole model on the first device, one micro-batch at a time."""
     rules = request.constraints
     changed = {
         "profile": profile,
@@ -205,46 +260,12 @@ def _whole_model(request: PlacementRequest, profile: Profile) -> Problem:
         "batch_size": None,
         "chunks": 1,
         "schedule": "1f1b",
-        "cluster": request.placed_on,
+        "cluster": Cluster(devices=request.devices[:1]),
         "constraints": rules.model_copy(update={"contiguous": True, "recompute": "never"}),
         "replicas": "never",
         "explain": False,
     }
     return Problem.from_request(request.model_copy(update=changed))
-
-
-def _runs(problem: Problem, units: Sequence[str]) -> list[_Run]:
-    """Return the consecutive layers of each unit in execution order."""
-    devices = range(len(problem.devices))
-    runs = []
-    for unit, members in groupby(range(len(units)), key=units.__getitem__):
-        layers = [*members]
-        own = [problem.layers[layer] for layer in layers] if unit != ROOT else []
-        runs.append(
-            _Run(
-                max(sum(problem.forward_ms[one][device] for one in layers) for device in devices),
-                max(sum(problem.backward_ms[one][device] for one in layers) for device in devices),
-                sum(layer.param_bytes for layer in own),
-                sum(layer.grad_bytes for layer in own),
-            )
-        )
-    return runs
-
-
-def _held_bytes(problem: Problem, device: int, runs: Sequence[_Run], count: int) -> int:
-    """Return the memory of a device without the gathered root unit."""
-    alone = costs.costs_of(problem, [device] * len(problem.layers)).memory[device]
-    state = alone.param_bytes + alone.grad_bytes
-    part = -(-alone.param_bytes // count) - (-alone.grad_bytes // count)
-    gathered = max(
-        (one.param_bytes + other.param_bytes for one, other in pairwise(runs)),
-        default=runs[0].param_bytes,
-    )
-    unreduced = max(
-        (one.grad_bytes + other.grad_bytes for one, other in pairwise(runs)),
-        default=runs[0].grad_bytes,
-    )
-    return alone.total_bytes - state + part + gathered + unreduced
 
 
 def _pass_ms(runs: Sequence[tuple[float, float, float]]) -> float:
@@ -253,13 +274,15 @@ def _pass_ms(runs: Sequence[tuple[float, float, float]]) -> float:
     Args:
         runs: the times to gather, to compute and to reduce of each run, in order.
     """
-    lane_ms = gathered_ms = runs[0][0]
-    end_ms = 0.0
-    for number, (_, compute_ms, reduce_ms) in enumerate(runs):
-        begin_ms = max(end_ms, gathered_ms)
-        if number + 1 < len(runs):
-            lane_ms = gathered_ms = max(lane_ms, begin_ms) + runs[number + 1][0]
-        end_ms = begin_ms + compute_ms
+    gathers = iter([gather_ms for gather_ms, *_ in runs if gather_ms])
+    lane_ms = gathered_ms = next(gathers, 0.0)
+    end_ms = reduced_ms = 0.0
+    for gather_ms, compute_ms, reduce_ms in runs:
+        if gather_ms:
+            end_ms = max(end_ms, gathered_ms)
+            lane_ms = gathered_ms = max(lane_ms, end_ms) + next(gathers, 0.0)
+        end_ms += compute_ms
         if reduce_ms:
-            lane_ms = max(lane_ms, end_ms) + reduce_ms
+            end_ms = max(end_ms, reduced_ms)
+            lane_ms = reduced_ms = max(lane_ms, end_ms) + reduce_ms
     return max(end_ms, lane_ms)

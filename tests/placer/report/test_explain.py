@@ -277,6 +277,8 @@ def test_a_sharded_step_is_shown_with_its_code_also_where_nothing_fits() -> None
     why = Infeasibility(reason="too large")
     none = Placement(status="infeasible", objective="step", infeasible=why, sharded=sharded)
     assert "fully_shard(model)" in explain(none)
+    none = Placement(status="unknown", objective="step", sharded=sharded)
+    assert "fully_shard(model)" in explain(none)
 
 
 def test_a_bottleneck_of_replicas_is_told_for_one_share() -> None:

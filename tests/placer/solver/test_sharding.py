@@ -83,6 +83,47 @@ def test_a_step_on_two_devices_by_hand() -> None:
     assert found.memory_bytes == pytest.approx((40 + 5 + 16 + 24) * MB, rel=1e-3)
 
 
+def of_layers(names: tuple[str, ...], **changed: object) -> PlacementRequest:
+    """The request with other layers, in a row; ``changed`` are fields of all layers."""
+    layers = tuple(
+        request().profile.layers[0].model_copy(update={"name": name, **changed}) for name in names
+    )
+    edges = tuple(
+        Edge(source=a, targets=(b,), bytes=8, gradient_bytes=8) for a, b in pairwise(names)
+    )
+    return request(profile=Profile(layers=layers, edges=edges, training=True))
+
+
+def test_layers_of_the_root_between_blocks_delay_no_message_and_save_no_memory() -> None:
+    found = sharded_step(of_layers(("h.0", "mask", "h.1", "mask@1", "h.2")))
+    assert found is not None
+    # Gathers and reductions take 2 ms, those of the root, mask and mask@1, 4 ms.
+    # Forward: 4 (root), h.0 2-5 with h.1 gathered 2-4, mask 5-8, h.1 8-11, mask@1 11-14, h.2 14-17
+    # Backward: h.2 2-7 with h.1 gathered 2-4, mask@1 7-12, h.1 12-17, mask 17-22, h.0 22-27; h.0 is
+    # reduced 27-29; then the root, 4
+    assert found.step_ms == pytest.approx(2 * (4 + 17 + 29 + 4) + 5 * 2.0 / 2, rel=1e-3)
+    # half of the state, 40 MB; saved: 5 MB; root: 8 + 8 MB; two blocks: 8 + 8 MB
+    assert found.memory_bytes == pytest.approx((40 + 5 + 16 + 16) * MB, rel=1e-3)
+
+
+def test_a_unit_waits_with_its_gradients_for_the_reduction_before() -> None:
+    # 4 MB of parameters of each layer, and 20 MB of gradients, which take 10 ms
+    names = ("mask", "mask@1", "mask@2", "h.0", "h.1")
+    found = sharded_step(of_layers(names, grad_bytes=20 * MB))
+    assert found is not None
+    # Forward: 6 (root), masks 0-9, h.0 9-12, h.1 12-15.
+    # Backward: h.1 2-7, reduced 7-17; h.0, gathered 2-4, 7-12, waits until 17; masks 17-32; then
+    # the root, 30.
+    assert found.step_ms == pytest.approx(2 * (6 + 15 + 32 + 30) + 5 * 2.0 / 2, rel=1e-3)
+
+
+def test_forward_passes_also_hold_the_received_copy_of_a_unit() -> None:
+    found = sharded_step(of_layers(("h.0", "h.1", "h.2"), grad_bytes=0))
+    assert found is not None
+    # parameters and optimizer: half of 12 + 24 MB; saved: 3 MB; 3 times 4 MB
+    assert found.memory_bytes == pytest.approx((18 + 3 + 12) * MB, rel=1e-3)
+
+
 def test_it_is_reported_where_nothing_else_fits() -> None:
     together = Constraints(colocated=(NAMES,))
     # one device needs 125 MB for the whole model, and 105 MB for its part
@@ -95,7 +136,13 @@ def test_it_is_reported_where_nothing_else_fits() -> None:
 
 def test_it_is_not_reported_where_it_is_hardly_shorter_or_not_possible() -> None:
     assert solve(request(replicas="auto")).sharded is None
-    assert sharded_step(request(constraints=Constraints(max_devices=1))) is None
+    for rules in (
+        Constraints(max_devices=1),
+        Constraints(max_layers=4),
+        Constraints(pinned={"embed": "d0"}),
+        Constraints(forbidden={"*": ["d1"]}),
+    ):
+        assert sharded_step(request(constraints=rules)) is None
     assert sharded_step(request(batch_size=3)) is None
     one_way = request().placed_on
     one_way = one_way.model_copy(update={"links": one_way.links[:1]})
@@ -115,16 +162,19 @@ def test_units_are_blocks_or_else_children() -> None:
     assert units_of(["(model)"]) == [""]
 
 
+DRAWN = (*NAMES[:3], "head@1", *NAMES[3:], "h.123456789+(model)", "blocks.2+(model)", "(model)@1")
+
+
 def named_anew(asked: PlacementRequest, random: Random) -> PlacementRequest:
     """The request with layers in blocks, and with times of the host."""
     old = [layer.name for layer in asked.profile.layers]
-    new = dict(zip(old, sorted(random.sample(range(len(NAMES)), len(old))), strict=True))
+    new = dict(zip(old, sorted(random.sample(range(len(DRAWN)), len(old))), strict=True))
 
     def changed(profile: Profile) -> Profile:
         layers = [
             one.model_copy(
                 update={
-                    "name": NAMES[new[one.name]],
+                    "name": DRAWN[new[one.name]],
                     "host_ms": dict.fromkeys(one.forward_ms, random.choice([0.0, 3.0])),
                 }
             )
@@ -133,8 +183,8 @@ def named_anew(asked: PlacementRequest, random: Random) -> PlacementRequest:
         edges = [
             one.model_copy(
                 update={
-                    "source": NAMES[new[one.source]],
-                    "targets": tuple(NAMES[new[target]] for target in one.targets),
+                    "source": DRAWN[new[one.source]],
+                    "targets": tuple(DRAWN[new[target]] for target in one.targets),
                 }
             )
             for one in profile.edges
@@ -163,12 +213,16 @@ def test_the_referee_agrees_on_random_requests() -> None:
     ("changed", "message"),
     [
         ({"step_ms": 70.0}, "sharded.step_ms"),
+        ({"compute_ms": 1.0}, "sharded.compute_ms"),
         ({"memory_bytes": 1}, "sharded.memory_bytes"),
+        ({"modules": ("blocks.1",)}, "sharded.modules"),
         ({"step_ms": 1e6}, "hardly shorter"),
         (None, "is not reported"),
     ],
 )
-def test_the_referee_refuses_what_is_not_so(changed: dict[str, float] | None, message: str) -> None:
+def test_the_referee_refuses_what_is_not_so(
+    changed: dict[str, object] | None, message: str
+) -> None:
     asked = request(constraints=Constraints(colocated=(NAMES,)), replicas="never")
     placement = solve(asked)
     assert placement.sharded is not None
