@@ -203,8 +203,13 @@ def load_map(file: str) -> Placement | LayerMap | dict[str, str]:
     """
     text = read(file)
     content = _json(text, file)
-    if isinstance(content, dict) and content.keys() == LayerMap.model_fields.keys():
-        return LayerMap.model_validate(content)
+    # a layer may be named layer_devices, too
+    where = content.get("layer_devices") if isinstance(content, dict) else None
+    if isinstance(where, dict) and content.keys() <= LayerMap.model_fields.keys():
+        try:
+            return LayerMap.model_validate(content)
+        except InputError as error:
+            raise InputError(f"{_named(file)}: {error}") from error
     if isinstance(content, dict) and all(isinstance(value, str) for value in content.values()):
         return content
     found = _typed(content, text, file)

@@ -202,7 +202,7 @@ def evaluated(
     form, request = request.for_format, expressible(request)
     where, replicas = given.layer_devices, given.replicas
     if replicas:
-        require_replicas_fit(request, where, replicas)
+        require_replicas_fit(request, where, replicas, form)
     if request.objective == "generation":
         return _of_generations(request, given, form, best)
     nothing = Evaluation(valid=False, faults=(), objective=request.objective, format=form)
@@ -213,10 +213,8 @@ def evaluated(
     cost: MapCosts | ReplicatedCosts
     if replicas:
         cost = evaluated_with_replicas(request, where, replicas, chosen_by, form)
-        single = _single_device(request)
     else:
         cost = costs_of_map(_chosen(request, where, chosen_by), where, form)
-        single = single_device(cost.problem)
     found = nothing.model_copy(update={"faults": cost.faults})
     if cost.value is not None:
         found = found.model_copy(
@@ -225,7 +223,7 @@ def evaluated(
                 "objective_value": cost.value,
                 "stages": cost.stages,
                 "devices": cost.loads,
-                "single_device": single,
+                "single_device": _single_device(request),
             }
         )
     return _compared(found, best) if best is not None else found
@@ -240,7 +238,7 @@ def _chosen(request: PlacementRequest, where: Map, chosen_by: Placement | None) 
 
 
 def _single_device(request: PlacementRequest) -> SingleDevice:
-    """Return the best that one device does with a batch that replicas share."""
+    """Return the best that one device does."""
     if request.objective != "step":
         return single_device(Problem.from_request(request))
     return step_answer.single_device([Problem.from_request(asked) for asked in questions(request)])

@@ -19,6 +19,7 @@ from placer.evaluation.faults import (
     exchange_faults,
 )
 from placer.evaluation.map_costs import MapCosts, costs_of_map
+from placer.exports.formats import format_named
 from placer.schema import DeviceLoad, Fault, Placement, PlacementRequest, Schedule
 from placer.schema.base import FormatName
 from placer.schema.request import OBJECTIVES_OF_REPLICAS
@@ -53,17 +54,25 @@ class _Run(NamedTuple):
 
     chunks: int
     order: Schedule
-    contiguous: bool
+    contiguous: bool | None
 
 
-def require_replicas_fit(request: PlacementRequest, where: Map, replicas: Replicas) -> None:
+def require_replicas_fit(
+    request: PlacementRequest, where: Map, replicas: Replicas, form: FormatName | None = None
+) -> None:
     """Raise an InputError unless replicas fit a map and can share the request's micro-batches.
 
     Args:
         request: the question.
         where: the device of each layer.
         replicas: by device of the map.
+        form: the format to which the user restricts placements, if any.
     """
+    if form is not None and not format_named(form).replicates:
+        raise InputError(
+            f"the map has replicas, and {format_named(form).title} runs one pipeline; leave out "
+            f"the replicas, or format {form!r}"
+        )
     if request.objective not in OBJECTIVES_OF_REPLICAS or not request.is_training:
         kind = "training" if request.is_training else "inference"
         raise InputError(
@@ -131,8 +140,8 @@ def evaluated_with_replicas(
         request: the question.
         where: the device of each layer.
         replicas: which ``require_replicas_fit`` accepts.
-        chosen_by: the placement from which the map comes. Objective ``step`` uses its micro-batches
-            and schedule, and else the best schedule for the map.
+        chosen_by: the placement from which the map comes. Objective ``step`` uses its schedule if
+            the request allows it, and else the best schedule for the map.
         form: the format to which the user restricts placements, if any.
     """
     whole = _faults_of_all(request, where, replicas)
@@ -141,17 +150,15 @@ def evaluated_with_replicas(
         return ReplicatedCosts(None, (), (), tuple(whole))
     members, value = min(
         _evaluated_runs(request, where, replicas, exchange, chosen_by, form),
-        key=lambda one: (any(member.faults for member in one[0]), one[1] or inf),
+        key=lambda one: (sum(len(member.faults) for member in one[0]), one[1] or inf),
     )
-    # pipelines break the same rule with the same layers; a device lacks memory by itself
-    faults = [*whole, *(fault for member in members for fault in member.faults)]
-    found = {(fault.kind, fault.layers or fault.devices): fault for fault in reversed(faults)}
+    faults = [*whole, *_faults_of_each(members)]
     loads = {load.device: load for member in members for load in member.loads}
     return ReplicatedCosts(
         value,
         members[0].stages if value is not None else (),
         _loads(request, loads) if value is not None else (),
-        tuple(reversed(found.values())),
+        tuple(faults),
     )
 
 
@@ -167,6 +174,14 @@ def _faults_of_all(request: PlacementRequest, where: Map, replicas: Replicas) ->
         ),
         *exchange_faults(request, replicas),
     ]
+
+
+def _faults_of_each(members: Sequence[MapCosts]) -> Iterator[Fault]:
+    """Yield the faults of all pipelines; broken rules about layers only of the first one."""
+    for number, member in enumerate(members):
+        for fault in member.faults:
+            if number == 0 or fault.kind not in ("colocation-broken", "too-many-layers"):
+                yield fault
 
 
 def _loads(request: PlacementRequest, known: Mapping[str, DeviceLoad]) -> tuple[DeviceLoad, ...]:
@@ -198,13 +213,14 @@ def _runs(
     """Yield what may be chosen besides the map."""
     members = next(iter(replicas.values()))
     if request.objective == "throughput":
+        assert request.schedule != "auto"  # only objective ``step`` chooses it
         chunks = request.chunks // len(members)
-    else:
-        chunks = request.whole_batch_size // sum(one.samples for one in members)
-    if chosen_by is not None:
-        yield _Run(chunks, chosen_by.schedule, chosen_by.contiguous)
+        yield _Run(chunks, request.schedule, request.constraints.contiguous)
         return
-    for contiguous, order in kinds(request):
+    chunks = request.whole_batch_size // sum(one.samples for one in members)
+    allowed = [*kinds(request)]
+    chosen = [(chosen_by.contiguous, chosen_by.schedule)] if chosen_by is not None else []
+    for contiguous, order in chosen if set(chosen) & set(allowed) else allowed:
         yield _Run(chunks, order, contiguous)
 
 

@@ -187,7 +187,7 @@ def question_of_replicas(
     count: int,
     chunks: int,
     order: Schedule,
-    contiguous: bool,
+    contiguous: bool | None,
 ) -> PlacementRequest | None:
     """Return the question that one of several pipelines answers, with all chosen but the map.
 

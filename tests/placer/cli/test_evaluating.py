@@ -111,6 +111,13 @@ def test_a_map_with_replicas_is_judged_in_training(run: Run, tmp_path: Path) -> 
     answer = run("evaluate", copies, *options)
     assert answer.code == 2
     assert "replicas are given for ['cuda:1']" in answer.err
+    copies.write_text(json.dumps({**content, "replicas": {"cuda:0": [{"device": "cuda:0"}]}}))
+    answer = run("evaluate", copies, *options)
+    assert answer.code == 2
+    assert "copies.json: LayerMap.replicas.cuda:0.0.samples: is missing" in plain(answer.err)
+    copies.write_text(json.dumps({"layer_devices": content["layer_devices"]}))
+    # one device computes all four micro-batches
+    assert judged(run("evaluate", copies, *options).out).objective_value == pytest.approx(32.0)
 
 
 def test_a_whole_request_is_judged_as_it_stands(run: Run, tmp_path: Path) -> None:

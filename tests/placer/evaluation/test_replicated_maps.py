@@ -11,7 +11,7 @@ from small_requests import SHARE
 
 from placer.errors import InputError
 from placer.evaluation.evaluate import evaluate, evaluated
-from placer.schema import Constraints, LayerMap, PlacementRequest, Replica
+from placer.schema import Constraints, Edge, LayerMap, Placement, PlacementRequest, Replica
 from placer.solver.solve import solve
 
 
@@ -168,6 +168,85 @@ def test_a_replica_on_a_device_that_the_cluster_lacks_is_named() -> None:
     size = request.profile.batch_size
     (fault,) = evaluated(request, copies(request, size, size, names=("d0", "d7"))).faults
     assert (fault.kind, fault.devices) == ("device-unknown", ("d7",))
+
+
+def pipelines_of_two(**changed: object) -> tuple[PlacementRequest, LayerMap]:
+    """A question of four devices, and two pipelines of two devices that alternate by layer."""
+    request = drawn_request(1, devices=(4,), schedule="interleaved", constraints=Constraints())
+    first = request.profile.layers[0].model_copy(update={"saved_bytes": 10**6})
+    names = ("l0", "l1", "l2")
+    layers = tuple(first.model_copy(update={"name": name}) for name in names)
+    edges = tuple(
+        Edge(source=a, targets=(b,), bytes=8, gradient_bytes=8)
+        for a, b in itertools.pairwise(names)
+    )
+    profile = request.profile.model_copy(update={"layers": layers, "edges": edges})
+    devices = [one.model_copy(update={"memory_bytes": 10**12}) for one in request.devices]
+    cluster = request.placed_on.model_copy(update={"devices": tuple(devices)})
+    fields = {"cluster": cluster, "profile": profile, "profiles": ()}
+    size = profile.batch_size
+    replicas = {
+        one: tuple(Replica(device=name, samples=size) for name in (one, other))
+        for one, other in (("d0", "d2"), ("d1", "d3"))
+    }
+    where = {"l0": "d0", "l1": "d1", "l2": "d0"}
+    given = LayerMap(layer_devices=where, replicas=replicas)
+    return request.model_copy(update=fields | changed), given
+
+
+def test_under_throughput_the_request_says_whether_stages_are_contiguous() -> None:
+    request, given = pipelines_of_two(constraints=Constraints(contiguous=False))
+    assert evaluated(of_throughput(request), given).valid
+    request, given = pipelines_of_two()
+    kinds = [fault.kind for fault in evaluated(of_throughput(request), given).faults]
+    assert kinds == ["not-contiguous"] * 2
+
+
+def test_a_schedule_that_the_request_does_not_allow_is_chosen_again() -> None:
+    request, given = pipelines_of_two(schedule="1f1b")
+    given = given.model_copy(update={"layer_devices": {"l0": "d0", "l1": "d0", "l2": "d1"}})
+    placement = Placement(
+        status="feasible",
+        objective="step",
+        layer_devices=given.layer_devices,
+        replicas=given.replicas,
+        batch_size=2 * request.profile.batch_size,
+        schedule="fill-drain",
+    )
+    allowed = evaluated(request, given)
+    assert evaluated(request, given, chosen_by=placement) == allowed
+    other = request.model_copy(update={"schedule": "fill-drain"})
+    assert evaluated(other, given, chosen_by=placement) != allowed
+
+
+def test_every_missing_link_is_named() -> None:
+    request, given = pipelines_of_two()
+    ways = [("d0", "d1"), ("d1", "d0"), ("d2", "d3"), ("d3", "d2")]
+    links = [one for one in request.placed_on.links if (one.source, one.target) not in ways]
+    cluster = request.placed_on.model_copy(update={"links": tuple(links)})
+    found = evaluated(request.model_copy(update={"cluster": cluster}), given)
+    assert sorted(fault.devices for fault in found.faults) == ways
+
+
+def test_a_broken_rule_about_layers_is_named_once() -> None:
+    request, given = pipelines_of_two(constraints=Constraints(max_layers=1))
+    assert [fault.kind for fault in evaluated(request, given).faults] == ["too-many-layers"]
+
+
+def test_replicas_are_refused_for_a_format_without_them() -> None:
+    request = request_of_two(for_format="torchgpipe")
+    size = request.profile.batch_size
+    with pytest.raises(InputError, match="leave out the replicas, or format 'torchgpipe'"):
+        evaluated(request, copies(request, size, size))
+
+
+def test_the_single_device_of_a_map_is_the_one_of_the_solver() -> None:
+    for seed in range(math.ceil(200 * SHARE)):
+        request = drawn_request(seed).model_copy(update={"replicas": "never"})
+        placement = solve(request)
+        if placement.layer_devices:
+            found = evaluate(request, placement, best=False)
+            assert found.single_device == placement.single_device
 
 
 def test_replicas_that_fit_neither_map_nor_batch_are_refused() -> None:
