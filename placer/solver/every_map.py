@@ -44,20 +44,29 @@ def few(problem: Problem, nodes: Reduction, most: float = MOST) -> Iterator[list
         for place, device in enumerate(members)
         if place
     }
-    return map(nodes.spread, _maps(nodes, before, []))
+    return map(nodes.spread, _maps(nodes, before))
 
 
-def _maps(nodes: Reduction, before: dict[int, int], taken: list[int]) -> Iterator[list[int]]:
-    """Return, by node, its device.
+def _maps(nodes: Reduction, before: dict[int, int]) -> Iterator[list[int]]:
+    """Yield, by node, its device.
 
     One with a device ``before`` it only where that is used by an earlier node.
     """
-    if len(taken) == len(nodes.nodes):
-        yield taken
-        return
-    for device in sorted(nodes.allowed[len(taken)]):
-        if device in taken or before.get(device, device) in (device, *taken):
-            yield from _maps(nodes, before, [*taken, device])
+    choices = [sorted(allowed) for allowed in nodes.allowed]
+    # depth-first without recursion: a model may have thousands of nodes
+    taken: list[int] = []
+    left = [iter(choices[0])]
+    while left:
+        device = next(left[-1], None)
+        if device is None:
+            left.pop()
+            del taken[-1:]
+        elif device in taken or before.get(device, device) in (device, *taken):
+            if len(left) == len(choices):
+                yield [*taken, device]
+            else:
+                taken.append(device)
+                left.append(iter(choices[len(taken)]))
 
 
 def has_one_order(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> bool:

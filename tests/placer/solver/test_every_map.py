@@ -4,10 +4,11 @@ from itertools import product
 
 import pytest
 
-from placer.schema import Constraints
+from placer.schema import Constraints, PlacementRequest
 from placer.solver import costs, every_map, search
 from placer.solver.cpsat.runner import Meter
 from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
 from placer.solver.solve import solve
 
 HUGE = 2**51
@@ -62,6 +63,17 @@ def test_the_best_of_few_maps_is_proven(huge, objective):
     assert placement.status == "optimal" and placement.objective_value == pytest.approx(
         best, rel=1e-12
     )
+
+
+def test_thousands_of_layers_on_one_device_have_one_map(chain):
+    profile = chain([1.0] * 1500, devices=1).profile
+    layers = [
+        one.model_copy(update={"backward_ms": one.forward_ms, "grad_bytes": 1})
+        for one in profile.layers
+    ]
+    training = profile.model_copy(update={"layers": tuple(layers), "training": True})
+    problem = Problem.from_request(PlacementRequest(profile=training))
+    assert [*every_map.few(problem, reduced(problem))] == [[0] * 1500]
 
 
 def replace_objective(request):
