@@ -42,6 +42,11 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     equal("id", placement.id, request.content_hash())
     check_sharded(request, placement)
     _check_placement(expressible(request), placement)
+    shares = [{one.samples for one in members} for members in placement.replicas.values()]
+    require(
+        request.for_format is None or all(len(own) == 1 for own in shares),
+        f"replicas have unequal shares, which {request.for_format} has not",
+    )
 
 
 def _check_placement(request: PlacementRequest, placement: Placement) -> None:

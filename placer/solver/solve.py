@@ -147,6 +147,7 @@ def _answer(
     stop: threading.Event | None,
     began: float,
     passes: Sequence[host_weights.WeightedPass] = (),
+    equal_shares: bool = False,
 ) -> Placement:
     """Return the placement without its limits; it is not yet checked.
 
@@ -156,11 +157,13 @@ def _answer(
         stop: as for ``solve``.
         began: when the solve began, by the monotonic clock.
         passes: of which the request asks for the mean; empty for a single pass.
+        equal_shares: whether replicas have equal shares only.
     """
     asked = expressible(request)
     # The narrowed request is internal: the answer has the id of the caller's request.
     if asked is not request:
-        placement = _answer(asked, progress, stop, began)
+        # all engines give replicas equal shares
+        placement = _answer(asked, progress, stop, began, equal_shares=True)
         changed: dict[str, object] = {"id": request.content_hash()}
         if placement.infeasible is not None:
             changed["infeasible"] = restricted_reason(request, placement.infeasible)
@@ -180,7 +183,7 @@ def _answer(
         )
     meter = Meter(request.work_limit or inf)
     if may_replicate(request):
-        placement = _replica_search(request, progress, stop, meter).answer()
+        placement = _replica_search(request, progress, stop, meter, equal_shares).answer()
     elif request.objective == "step":
         placement = _step_search(request, progress, stop, meter).answer()
     elif request.objective == "devices":
@@ -236,7 +239,11 @@ def _smallest(
 
 
 def _replica_search(
-    request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
+    request: PlacementRequest,
+    progress: Progress | None,
+    stop: threading.Event | None,
+    meter: Meter,
+    equal_shares: bool,
 ) -> ReplicaSearch:
     """Return the search over shapes, with searches for the placement of one pipeline inside."""
 
@@ -255,7 +262,7 @@ def _replica_search(
             problem = with_amortised_exchanges(problem, replication)
         return Answered(_smallest(problem, progress, stop, meter), ())
 
-    return ReplicaSearch(request, pipeline, progress, stop, meter)
+    return ReplicaSearch(request, pipeline, progress, stop, meter, equal_shares)
 
 
 def _step_search(

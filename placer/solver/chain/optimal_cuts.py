@@ -240,7 +240,10 @@ class CutTable:
                     [self._least(counts, c) for c in kinds_left(counts)], axis=0
                 )
         enough = [counts for counts in self.best if sum(counts) >= self.problem.least_devices]
-        chosen = min(enough, key=lambda counts: (float(self.best[counts][0]), sum(counts)))
+        # more devices may be demanded than there are blocks for
+        chosen = min(
+            enough, key=lambda counts: (float(self.best[counts][0]), sum(counts)), default=none
+        )
         return float(self.best[chosen][0]), chosen
 
     def read(self, counts: Counts) -> list[int]:

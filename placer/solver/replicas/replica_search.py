@@ -161,6 +161,7 @@ class ReplicaSearch:
         progress: as for ``solve``.
         stop: set it to end the search with the best so far.
         meter: counts the work.
+        equal_shares: whether only equal shares count, as in other engines.
         best: the best placement so far, without what is known of all shapes.
         shares: the best shares of unlike devices; None if devices are alike.
         groups: the best stages with numbers of replicas of their own; None if not asked for.
@@ -171,6 +172,7 @@ class ReplicaSearch:
     progress: Progress | None
     stop: threading.Event | None
     meter: Meter
+    equal_shares: bool = False
     best: Placement | None = None
     shares: UnevenShares | None = None
     groups: GroupSearch | None = None
@@ -255,7 +257,11 @@ class ReplicaSearch:
         if self.request.objective != "step":
             return
         rest_s = (1 - part) * self._left_s()
-        shares = UnevenShares(self.request, lambda: self._left_s() <= rest_s or self._is_stopped())
+        shares = UnevenShares(
+            self.request,
+            lambda: self._left_s() <= rest_s or self._is_stopped(),
+            self.equal_shares,
+        )
         if not shares.applies():
             return
         self.shares = shares

@@ -114,14 +114,17 @@ class UnevenShares:
     Args:
         request: the question, by objective ``step``.
         over: whether the time is over.
+        are_equal: whether only equal shares count, as in other engines.
 
     Attributes:
         found: by number of devices, the best shares.
         bounds: by number of devices, a lower bound on the steps of all of them, in ms.
     """
 
-    def __init__(self, request: PlacementRequest, over: Callable[[], bool]) -> None:
-        self._request, self._over = request, over
+    def __init__(
+        self, request: PlacementRequest, over: Callable[[], bool], are_equal: bool = False
+    ) -> None:
+        self._request, self._over, self._are_equal = request, over, are_equal
         every = (request.profile, *request.profiles)
         self._profiles = sorted(every, key=lambda profile: profile.batch_size)
         self._least, self._most = self._profiles[0].batch_size, self._profiles[-1].batch_size
@@ -280,6 +283,10 @@ class UnevenShares:
         """Return the best shares of a candidate that fit into memory, or None without any."""
         samples = self._request.whole_batch_size // one.chunks
         costs_ms = [self._costs_ms(one, device) for device in one.devices]
+        if self._are_equal:
+            sizes = np.arange(self._least, self._most + 1)
+            is_share = sizes * len(one.devices) == samples
+            costs_ms = [np.where(is_share, own, inf) for own in costs_ms]
         # Search without memory limits first. A device whose share does not fit then loses all sizes
         # that do not fit, so each device is a misfit once at most, and the loop ends.
         while True:

@@ -49,6 +49,64 @@ def test_no_shares_of_unlike_devices_are_better():
         hold_against_every_shape(drawn_request(seed, devices=(2, 3), unlike=True))
 
 
+class EqualShares(EveryShape):
+    """Every answer in which replicas have equal shares."""
+
+    def shared(self, asked, members, chunks, shares):
+        if len(set(shares)) == 1:
+            yield from super().shared(asked, members, chunks, shares)
+
+
+def requests_of_whole_copies():
+    """Requests of unlike devices, two of which have to hold the whole model."""
+    for seed in range(UNLIKE_CASES):
+        request = drawn_request(seed, devices=(2, 3), unlike=True)
+        names = tuple(layer.name for layer in request.profile.layers)
+        together = (names,) if len(names) > 1 else ()
+        rules = Constraints(colocated=together, min_devices=2)
+        if len({device.type for device in request.devices}) > 1:
+            yield request.model_copy(update={"constraints": rules})
+
+
+def has_uneven_shares(placement):
+    return any(len({one.samples for one in own}) > 1 for own in placement.replicas.values())
+
+
+def test_replicas_for_another_engine_have_the_best_equal_shares():
+    uneven = 0
+    for request in requests_of_whole_copies():
+        uneven += has_uneven_shares(solve(request))
+        found = solve(request.model_copy(update={"for_format": "pipelining"}))
+        best = min(EqualShares(request).unlike_devices(), default=None)
+        if best is None:
+            assert found.status == "infeasible"
+            continue
+        assert found.objective_value == pytest.approx(best, rel=1e-6)
+        assert found.bound <= best * (1 + 1e-9)
+        assert "pipelining" in found.export("pipelining").format
+    assert uneven >= 1
+
+
+def test_the_referee_refuses_unequal_shares_for_another_engine():
+    request = next(one for one in requests_of_whole_copies() if has_uneven_shares(solve(one)))
+    asked = request.model_copy(update={"for_format": "pipelining"})
+    uneven = solve(request).model_copy(update={"id": asked.content_hash(), "sharded": None})
+    with pytest.raises(PlacementError, match="unequal shares, which pipelining has not"):
+        check(asked, uneven)
+
+
+def test_a_layer_on_two_devices_has_replicas_or_no_placement():
+    request = drawn_request(0, devices=(2,)).model_copy(
+        update={"constraints": Constraints(min_devices=2), "schedule": "1f1b"}
+    )
+    layer = request.profile.layers[0]
+    alone = request.profile.model_copy(update={"layers": (layer,), "edges": ()})
+    request = request.model_copy(update={"profile": alone, "profiles": ()})
+    never = solve(request.model_copy(update={"replicas": "never"}))
+    assert never.status == "infeasible"
+    assert len(solve(request).replicas) == 1
+
+
 def test_the_fairest_shares_are_found_of_thousands_of_cases():
     for seed in range(3_000):
         random = Random(seed)
