@@ -254,12 +254,12 @@ class Endpoints(Sender):
                 " placement of it"
             )
         content: dict[str, Any]
-        if isinstance(where, LayerMap):
+        if isinstance(where, str):
+            content = {"text": where}
+        elif isinstance(where, LayerMap):
             content = where.model_dump(mode="json")
         else:
-            content = (
-                {"text": where} if isinstance(where, str) else {"layer_devices": _layer_map(where)}
-            )
+            content = {"layer_devices": _layer_map(where)}
         if format is not None:
             content["format"] = format
         if request is not None:

@@ -6,7 +6,7 @@ replicas by stage ──▶ R pipelines ──▶ each one's question and costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from placer.exports.formats import format_named
 from placer.schema import DeviceLoad, Fault, Placement, PlacementRequest, Schedule
 from placer.schema.base import FormatName
 from placer.schema.request import OBJECTIVES_OF_REPLICAS
-from placer.solver.replicas.replica_answer import idle, marked, step_of_shares
+from placer.solver.replicas.replica_answer import all_loads, step_of_shares
 from placer.solver.replicas.replica_shapes import (
     pipelines_of,
     question_of_replicas,
@@ -157,7 +157,7 @@ def evaluated_with_replicas(
     return ReplicatedCosts(
         value,
         members[0].stages if value is not None else (),
-        _loads(request, loads) if value is not None else (),
+        all_loads(request, loads) if value is not None else (),
         tuple(faults),
     )
 
@@ -182,11 +182,6 @@ def _faults_of_each(members: Sequence[MapCosts]) -> Iterator[Fault]:
         for fault in member.faults:
             if number == 0 or fault.kind not in ("colocation-broken", "too-many-layers"):
                 yield fault
-
-
-def _loads(request: PlacementRequest, known: Mapping[str, DeviceLoad]) -> tuple[DeviceLoad, ...]:
-    """Return the load of each device of the request."""
-    return marked([known.get(device.name) or idle(device) for device in request.devices])
 
 
 def _evaluated_runs(

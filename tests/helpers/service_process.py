@@ -49,7 +49,7 @@ class ServiceProcess:
         self._asking = tempfile.NamedTemporaryFile()
         server = forkserver._forkserver
         asked = (
-            # from Python 3.14 on, who asks the fork server for a process proves that it has the key
+            # from Python 3.14 on, the fork server starts processes only for holders of its key
             (server._forkserver_address, getattr(server, "_forkserver_authkey", None)),
             dict(os.environ),
             self._asking.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isclose
 from typing import Any
 
@@ -112,7 +112,7 @@ def placement_of_shares(
         "objective_value": step.isolated_ms,
         "batch_size": sum(found.samples),
         "replicas": {names[0]: replicas},
-        "devices": marked([loads.get(one.name) or idle(one) for one in request.devices]),
+        "devices": all_loads(request, loads),
         "recompute": tuple(
             name for name, result in zip(names, results, strict=True) if result.recompute
         ),
@@ -181,6 +181,16 @@ def idle(device: Device) -> DeviceLoad:
         memory=MemoryUse(),
         limit_bytes=device.usable_bytes,
     )
+
+
+def all_loads(request: PlacementRequest, known: Mapping[str, DeviceLoad]) -> tuple[DeviceLoad, ...]:
+    """Return the load of each device of a request, the busiest ones marked.
+
+    Args:
+        request: the whole question.
+        known: by name, the loads of devices that hold layers.
+    """
+    return marked([known.get(one.name) or idle(one) for one in request.devices])
 
 
 def marked(loads: Sequence[DeviceLoad]) -> tuple[DeviceLoad, ...]:
@@ -300,7 +310,7 @@ def placement_of_groups(request: PlacementRequest, choice: GroupChoice) -> Place
         ),
         "stages": tuple(names[group.devices[0]] for group in groups),
         "in_flight": found.in_flight,
-        "devices": marked([loads.get(one.name) or idle(one) for one in request.devices]),
+        "devices": all_loads(request, loads),
         **of_request(request),
     }
     if request.break_ties:

@@ -84,7 +84,7 @@ def test_a_step_on_two_devices_by_hand() -> None:
 
 
 def of_layers(names: tuple[str, ...], **changed: object) -> PlacementRequest:
-    """The request with other layers, in a row; ``changed`` are fields of all layers."""
+    """The request with a row of other layers, all with these changed fields."""
     layers = tuple(
         request().profile.layers[0].model_copy(update={"name": name, **changed}) for name in names
     )
@@ -97,7 +97,7 @@ def of_layers(names: tuple[str, ...], **changed: object) -> PlacementRequest:
 def test_layers_of_the_root_between_blocks_delay_no_message_and_save_no_memory() -> None:
     found = sharded_step(of_layers(("h.0", "mask", "h.1", "mask@1", "h.2")))
     assert found is not None
-    # Gathers and reductions take 2 ms, those of the root, mask and mask@1, 4 ms.
+    # Gathers and reductions take 2 ms each. The root unit is mask and mask@1: 4 ms each.
     # Forward: 4 (root), h.0 2-5 with h.1 gathered 2-4, mask 5-8, h.1 8-11, mask@1 11-14, h.2 14-17
     # Backward: h.2 2-7 with h.1 gathered 2-4, mask@1 7-12, h.1 12-17, mask 17-22, h.0 22-27; h.0 is
     # reduced 27-29; then the root, 4
