@@ -90,8 +90,9 @@ def _request(
     """Return the request that the caller gave, or made of profiles and options."""
     profiles = [request] if isinstance(request, Profile) else request
     if isinstance(profiles, list | tuple) and all(isinstance(one, Profile) for one in profiles):
+        by_size = sorted(profiles, key=lambda one: one.batch_size)
         return PlacementRequest.from_options(
-            combined(SolveOptions, options, fields, evaluate), profiles
+            combined(SolveOptions, options, fields, evaluate), by_size
         )
     if not isinstance(request, PlacementRequest):
         raise InputError(

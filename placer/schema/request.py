@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from placer.errors import InputError
 from placer.schema.base import (
     FIRST,
     SCHEMA_VERSION,
@@ -93,8 +94,10 @@ class PlacementRequest(SolveOptions, Question):
             token_profile: the pass of one token, for objective ``generation``.
 
         Raises:
-            InputError: the parts contradict each other.
+            InputError: there is no profile, or the parts contradict each other.
         """
+        if not profiles:
+            raise InputError("the list of profiles is empty; give a profile, or several")
         asked = {name: getattr(options, name) for name in SolveOptions.model_fields}
         profile = profiles[-1]
         is_step = options.objective == "step"

@@ -257,6 +257,7 @@ def test_a_map_is_invalid_although_no_placement_is_possible() -> None:
         ((chain([1.0]), ["cuda:0"]), "layer_devices is a list"),
         ((chain([1.0]), {"l0": 0}), "'l0': 0"),
         (({}, {"l0": "cuda:0"}), "request is a dict"),
+        (([], {"l0": "cuda:0"}), "the list of profiles is empty"),
     ],
     ids=str,
 )
