@@ -421,8 +421,8 @@ class Placement(Wire):
             the host's memory when the placement is applied.
         step: further results of the objective ``step``.
         sharded: under the objective ``step``, a step of fully sharded data parallelism on all
-            devices, if it is predicted to be shorter than the placement's, or to fit where no
-            placement was found.
+            devices, if it is predicted to be clearly shorter than the placement's step, or to fit
+            where no placement was found.
         generation: further results of the objective ``generation``.
     """
 
