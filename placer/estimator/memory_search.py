@@ -367,10 +367,12 @@ class MemorySearch:
         )
         if found is None:
             return None
-        samples = count_text(size, "sample")
+        text = f"shard by FSDP2, with micro-batches of {count_text(size, 'sample')} on each device"
+        if chunks * len(devices) != self._asked.chunks:
+            text += f", a batch of {chunks * len(devices) * size}"
         return Change(
             kind="sharding",
-            change=f"shard by FSDP2, with micro-batches of {samples} on each device",
+            change=text,
             batch_size=size,
             chunks=chunks,
             devices=len(devices),

@@ -156,6 +156,9 @@ def test_a_layer_that_fits_on_no_device_fits_where_its_state_is_sharded() -> Non
     # a quarter of 1010 each of parameters and gradients, of 2000 and of 20 of state; and both whole
     assert sharded.total_bytes == 253 + 253 + 500 + 5 + 1010 + 1010
     assert (sharded.limit_bytes, sharded.chunks, sharded.batch_size) == (3900, 2, 1)
+    assert sharded.change == "shard by FSDP2, with micro-batches of 1 sample on each device"
+    larger = change(on("4x3900", profile, replace(ASKED, chunks=6)), "sharding")
+    assert larger.change.endswith("on each device, a batch of 4")
     for size, fits in ((3031, True), (3030, False)):
         kinds = {one.kind for one in on(f"4x{size}", profile).changes}
         assert ("sharding" in kinds) is fits
