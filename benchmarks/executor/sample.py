@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from placer.devices import release_cache
+
 NOT_RUN = "not run, "
 """How the reason of a sample begins of which nothing was run."""
 
@@ -85,8 +87,7 @@ def reason(error: BaseException) -> str:
 def release() -> None:
     """Free all cached device memory."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_cache()
 
 
 def append(sample: Sample, path: Path) -> None:

@@ -47,6 +47,7 @@ from placer.devices.names import (
     require,
     resolve,
     synchronise,
+    synchronise_all,
     type_name,
 )
 from placer.devices.pinned_memory import PinnedBlocks, aligned_bytes, views
@@ -234,6 +235,7 @@ __all__ = [
     "stored",
     "straight",
     "synchronise",
+    "synchronise_all",
     "take_detours",
     "take_over",
     "take_over_object",

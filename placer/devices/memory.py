@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from placer.devices.names import RECORDING, synchronise
+from placer.devices.names import RECORDING, synchronise, synchronise_all
 from placer.devices.recording import recorder
 from placer.utils import host_memory
 
@@ -96,8 +96,13 @@ def library_bytes(device: torch.device) -> int:
 
 
 def release_cache() -> None:
-    """Return cached, unused memory to the devices."""
+    """Return cached, unused memory to the devices, once all of them have finished their work.
+
+    CUDA does not wait for a copy from another device into the memory that it frees, and such a copy
+    then breaks the process's work off (https://github.com/pytorch/pytorch/issues/196257).
+    """
     if torch.cuda.is_available():
         # freeing device memory would break a recording of another thread off
         with RECORDING:
+            synchronise_all()
             torch.cuda.empty_cache()

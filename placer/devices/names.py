@@ -174,6 +174,13 @@ def synchronise(device: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
+def synchronise_all() -> None:
+    """Wait until each GPU on which torch has memory has finished all work, issued by any thread."""
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(index):
+            synchronise(torch.device("cuda", index))
+
+
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
     """Make the device the current one inside the block."""

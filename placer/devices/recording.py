@@ -87,10 +87,13 @@ def _keep_workspaces(*streams: torch.cuda.Stream) -> None:
     overwrite whatever lies there next. What is freed into a pool that is never released stays
     mapped, and the next recording finds it there again.
 
+    A replay that is still running may use the same workspaces, so it is waited for.
+
     Args:
         streams: of recordings that are about to begin.
     """
     for stream in streams:
+        synchronise(stream.device)
         index, pool = stream.device.index or 0, _workspace_pool(stream.device)
         with torch.cuda.stream(stream):
             torch._C._cuda_beginAllocateCurrentStreamToPool(index, pool)

@@ -105,7 +105,7 @@ class Whereabouts:
                 }
             )
         if moved:
-            compact_rnn_weights(self._module)
+            _finish(self._module)
 
 
 def move_state(
@@ -139,7 +139,7 @@ def move_state(
                     _move_named(name, value, target, optimizers, known)
                     has_moved = True
         if has_moved:
-            compact_rnn_weights(module)
+            _finish(module)
     except BaseException:
         before.restore()
         raise
@@ -268,6 +268,7 @@ def settle(
         replication: the further devices that hold the same layers, and may own their parameters.
         resting: the ``id`` of each parameter that rests on the host.
     """
+    has_moved = False
     for layer, place in zip(graph.layers, places, strict=True):
         for name in layer.state:
             if name in settled or name in graph.constants:
@@ -277,6 +278,9 @@ def settle(
                 continue
             if not any(_is_at(graph.state[name], own) for own in replication.of(place)):
                 relocate(graph.state[name], place, optimizers)
+                has_moved = True
+    if has_moved:
+        devices.synchronise_all()
 
 
 @torch.inference_mode(False)  # tensors created in inference mode could not be trained later
@@ -399,6 +403,16 @@ def _refuse_without_data(name: str, tensor: Tensor) -> None:
             f"{name!r} is on meta and has no data; load a checkpoint into the model with "
             "placer.load, and place then"
         )
+
+
+def _finish(module: nn.Module) -> None:
+    """Complete a move of state.
+
+    The copies are waited for: whoever dropped a moved tensor and freed memory while the copy into
+    it is in flight would break all work off; see ``placer.devices.release_cache``.
+    """
+    compact_rnn_weights(module)
+    devices.synchronise_all()
 
 
 def compact_rnn_weights(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -62,3 +63,32 @@ def _unsplit_losses(model: nn.Module, inputs: Tensor, target: Tensor) -> list[fl
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.gpu
+def test_memory_may_be_freed_right_after_weights_have_moved() -> None:
+    """Torch frees memory into which another device still copies:
+    https://github.com/pytorch/pytorch/issues/196257"""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).to("cuda:0")
+    before = model[1].weight.detach().cpu()
+    flow = DataFlow(model, ["cuda:0", "cuda:1"])
+    flow.layer_gpus.update({"0": "cuda:0", "1": "cuda:1"})
+    for _ in range(2):
+        _sleep_and_free(flow.update_flow, model)
+        flow(torch.ones(8, 4096)).sum().backward()
+        _sleep_and_free(flow.undo, model)
+        flow.layer_gpus.update({"0": "cuda:0", "1": "cuda:1"})
+    assert torch.equal(model[1].weight.detach().cpu(), before)
+
+
+def _sleep_and_free(move: Callable[[], None], model: nn.Module) -> None:
+    """Move weights while the devices sleep, and free all memory of gradients."""
+    for index in range(2):
+        with torch.cuda.device(index):
+            torch.cuda._sleep(_ASLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    move()
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
