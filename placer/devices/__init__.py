@@ -5,6 +5,7 @@ by name only, until ``placer.testing.logical_devices`` keeps their tensors apart
 """
 
 from placer.devices.allocator.packing import Rooms
+from placer.devices.attention import without_attention_plans
 from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import (
     Courier,
@@ -247,5 +248,6 @@ __all__ = [
     "views",
     "warm_libraries",
     "with_tensors",
+    "without_attention_plans",
     "write",
 ]

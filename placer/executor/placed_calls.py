@@ -30,6 +30,7 @@ from placer.executor.checks.batch_check import Weights
 from placer.executor.device_map import device_map_set
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.shares import call_sizes
+from placer.executor.generation.calls import attention_of
 from placer.executor.generation.generations import CancelledError, Generations
 from placer.executor.inference.repeated_calls import RepeatedCalls
 from placer.executor.inference.stream import Streams
@@ -305,13 +306,16 @@ class PlacedCalls:
         """Run a call of the model while the flow is applied to it, recorded if it decodes."""
         through_flow, hooks = partial(self._called, *args, **kwargs), self._placed.hooks
         self._block.refuse_cancelled()
-        is_elsewhere = hooks.runs or not devices.observed() or hooks.are_elsewhere
-        if is_elsewhere or not self._block.records:
+        if hooks.runs or not devices.observed() or hooks.are_elsewhere:
             return through_flow()
-        target = self._settings.output_device
-        with nothing_held(), self._turn(), hooks.paused():
-            found = self.decoding.run(args, kwargs, target, through_flow, self._block.backend)
-        return through_flow() if found is None else found[0]
+        if self._block.records:
+            target = self._settings.output_device
+            with nothing_held(), self._turn(), hooks.paused():
+                found = self.decoding.run(args, kwargs, target, through_flow, self._block.backend)
+            if found is not None:
+                return found[0]
+        with attention_of(args, kwargs):
+            return through_flow()
 
     def _turn(self) -> AbstractContextManager[Any]:
         """Return the lock, or nothing for layers that run again in a backward pass.

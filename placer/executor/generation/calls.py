@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from placer import devices
 from placer.capture import autocast
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.generation.model_state import CannotRecordError
-from placer.executor.generation.static_cache import CacheView
+from placer.executor.generation.static_cache import CacheView, cache_of
 
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 """Arguments of transformers with one entry per token in their second dimension."""
@@ -61,6 +62,21 @@ def new_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """
     tokens = _tokens(args, kwargs)
     return tokens.shape[1] if isinstance(tokens, Tensor) and tokens.dim() > 1 else 0
+
+
+_SHORT = 8192
+"""Most tokens in a pass for which a plan of cuDNN's attention would take longer than it saves."""
+
+
+def attention_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Return a context for a call through hooks: a new length of the cache needs no plan there.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+    is_short = cache_of(kwargs) is not None and new_tokens(args, kwargs) <= _SHORT
+    return devices.without_attention_plans() if is_short else nullcontext()
 
 
 def padded(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:

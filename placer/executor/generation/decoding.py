@@ -25,7 +25,7 @@ from placer import devices
 from placer.capture import autocast
 from placer.capture.pytrees import Structure, flatten
 from placer.executor.engine.compiled_segments import Backend, error_line
-from placer.executor.generation.calls import Call, kind_of, modes, new_tokens, padded
+from placer.executor.generation.calls import Call, attention_of, kind_of, modes, new_tokens, padded
 from placer.executor.generation.compiled_pieces import Compilation, compilation
 from placer.executor.generation.findings import Findings
 from placer.executor.generation.model_state import CannotRecordError, ModelState
@@ -263,7 +263,8 @@ class Decoding:
         try:
             self._refuse_modes()
             if prompts.is_new(key):
-                return (prompts.note(key, cache, target, through_hooks),)
+                with attention_of(args, kwargs):
+                    return (prompts.note(key, cache, target, through_hooks),)
             view = prompts.opened(key, cache)
             if view is None:
                 return None
@@ -297,20 +298,11 @@ class Decoding:
         leaves, structure = flatten((args, kwargs))
         general = structure.key, call.view.kinds(), *modes(), call.tokens
         key = general, call.signature, tuple(map(kind_of, leaves)), target, call.backend
-        recording = self._recordings.get(key)
-        if recording is not None and recording.misses > _MOST_MISSES:
-            self._forget(key, call.signature)
-            recording = None
+        recording = self._known(key, call)
         if recording is not None and recording.replay is not None:
-            self._recordings.move_to_end(key)
-            self._caches.move_to_end(call.signature)
             return self._replayed(recording, call, leaves, target)
-        with self._hooks.alone():
-            if self._findings.state is not None and not self._findings.state.holds():
-                self._outdate()
-                recording = None
-            if self._findings.state is None:
-                self._findings.state = ModelState(self._module)
+        if self._drop_if_changed():
+            recording = None
         if general in self._findings.refused:
             raise CannotRecordError(self._findings.refused[general])
         self._refuse_noise()
@@ -340,6 +332,30 @@ class Decoding:
             return found
         recording.copy.undo()  # the user's cache goes on without it
         return self._verify(recording, general, key, call, found, through_hooks)
+
+    def _known(self, key: Hashable, call: Call) -> _Recording | None:
+        """Return the recording of a kind of calls, unless it missed too often; None without one."""
+        recording = self._recordings.get(key)
+        if recording is None:
+            return None
+        if recording.misses > _MOST_MISSES:
+            self._forget(key, call.signature)
+            return None
+        if recording.replay is not None:
+            self._recordings.move_to_end(key)
+            self._caches.move_to_end(call.signature)
+        return recording
+
+    def _drop_if_changed(self) -> bool:
+        """Drop all recordings if the model has changed, and return whether it has."""
+        findings = self._findings
+        with self._hooks.alone():
+            has_changed = findings.state is not None and not findings.state.holds()
+            if has_changed:
+                self._outdate()
+            if findings.state is None:
+                findings.state = ModelState(self._module)
+        return has_changed
 
     def _verify(
         self,

@@ -15,7 +15,7 @@ pass does next. So a later pass is the same only if it reads the same number: se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -209,7 +209,6 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = list(tensors_of(result))
         if not given and not made:
             return
-        trace = self.trace
         if func._schema.name == _READS_A_NUMBER:
             self._guard(func, reads[0], result)
             return
@@ -220,18 +219,15 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_constant = not writes and all(number in self._constant for number in reads)
         makes = [self._made(tensor, device, reads, given, is_constant) for tensor in made]
         if is_transfer:
-            trace.arrived.update(zip(makes, made, strict=True))
+            self.trace.arrived.update(zip(makes, made, strict=True))
         elif is_constant and devices.same(device, devices.HOST):
             # an operation of a GPU may read them: the recording keeps their values
-            trace.constants.update(
+            self.trace.constants.update(
                 {number: one for number, one in zip(makes, made, strict=True) if not one.dim()}
             )
-        for number in writes:
-            self._constant.discard(number)
-            if trace.storages[number] in self._lifted_storages:
-                self._refuse(f"{func} changes a tensor that was made of Python numbers")
+        self._note_written(func, writes)
         values = self._numbers
-        trace.operations.append(
+        self.trace.operations.append(
             Operation(
                 func,
                 _numbered(args, values),
@@ -243,6 +239,13 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 is_transfer,
             )
         )
+
+    def _note_written(self, func: Any, writes: Iterable[int]) -> None:
+        """Note the values that an operation changes in place."""
+        for number in writes:
+            self._constant.discard(number)
+            if self.trace.storages[number] in self._lifted_storages:
+                self._refuse(f"{func} changes a tensor that was made of Python numbers")
 
     def _guard(self, func: Any, number: int, value: Any) -> None:
         """Note a number that the pass reads on the host, and that does not depend on weights."""

@@ -10,8 +10,8 @@ model's code, so that it repeats what a graph would.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,7 +111,7 @@ class TraceReplay:
         return all(self._holds(guard) for guard in self._guards)
 
     def _holds(self, guard: Guard) -> bool:
-        values = dict(self._values)
+        values = ChainMap[int, Tensor]({}, self._values)
         for operation in guard.operations:
             _run_operation(operation, values)
         return bool(values[guard.number].item() == guard.value)
@@ -192,7 +192,7 @@ class TraceReplay:
                 values.pop(number, None)
 
 
-def _run_operation(operation: Operation, values: dict[int, Tensor]) -> None:
+def _run_operation(operation: Operation, values: MutableMapping[int, Tensor]) -> None:
     """Run an operation on values by number, and add its results."""
     made = operation.function(*filled(operation.args, values), **filled(operation.kwargs, values))
     values.update(zip(operation.makes, tensors_of(made), strict=True))

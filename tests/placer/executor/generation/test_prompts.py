@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from placer import DataFlow
 from placer.executor import model_captures
-from placer.executor.generation import prompts
+from placer.executor.generation import calls, decoding, prompts
 from placer.testing import logical_devices
 
 OPTIONS = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -162,3 +162,46 @@ def test_a_prompt_that_fails_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPat
     for seed in range(BEFORE + 2):
         expected = reference.generate(ids(seed), **OPTIONS)
         assert generated(flow, ids(seed)).tolist() == expected.tolist()
+
+
+def test_only_passes_through_hooks_do_without_plans_of_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new length of the cache needs a new plan of cuDNN, unless the pass will come again."""
+    traced, hooked = [], []
+
+    class Tracer(decoding.OperationTrace):
+        def __enter__(self) -> Any:
+            traced.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return super().__enter__()
+
+    monkeypatch.setattr(decoding, "OperationTrace", Tracer)
+    model, _ = pair("llama")
+    flow = split(model)
+    for _ in range(BEFORE):
+        generated(flow, ids(0))
+    assert len(traced) == 4  # of a prompt and of a token: each twice
+    assert all(traced)
+    model.model.layers[1].register_forward_pre_hook(
+        lambda *given: hooked.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    generated(flow, ids(0, columns=8))
+    monkeypatch.setattr(calls, "_SHORT", 9)
+    generated(flow, ids(0, columns=10))
+    assert hooked == [False] * OPTIONS["max_new_tokens"] + [True, False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_tokens_that_cannot_be_recorded_do_without_plans_of_attention() -> None:
+    model, _ = pair("llama")
+    flow, seen = split(model), []
+    model.model.layers[1].register_forward_pre_hook(
+        lambda *given: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    with torch.enable_grad(), flow.applied():
+        cache = transformers().DynamicCache(config=model.config)
+        for part in (ids(0), ids(1, columns=1)):
+            model(input_ids=part, past_key_values=cache, use_cache=True)
+        model(input_ids=ids(0))  # without a cache, the same shape comes again
+    assert flow.generation_report.hooked == 1
+    assert seen == [False, False, True]
