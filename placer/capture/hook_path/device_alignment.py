@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from enum import Enum, auto
+from functools import lru_cache, partial
 from threading import get_ident
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from torch.overrides import _get_current_function_mode
 
 from placer import devices
 from placer.capture.export.function_modes import ExtendedFunctionMode, Function
-from placer.capture.hook_path.packed_sequences import lengths_position
+from placer.capture.hook_path.packed_sequences import TAKES_LENGTHS, lengths_position
 from placer.capture.python_state.mutable_inputs import TemporaryMove
 from placer.capture.pytrees import CONSTANTS, flatten
 
@@ -62,6 +63,29 @@ _INPLACE_OPERATORS = {
     ),
 }
 """Names of functions that write to their first argument, in addition to names like ``add_``."""
+
+
+class _Arguments(Enum):
+    """How the tensors of a function's arguments belong together."""
+
+    ANY = auto()
+    LENGTHS = auto()
+    """One of them may be lengths of packed sequences, which stay on the host."""
+    LISTS = auto()
+    """The n-th tensors of all lists."""
+    APART = auto()
+    """Not at all: each stays where it is."""
+
+
+@lru_cache(4096)
+def _arguments_of(name: str) -> _Arguments:
+    """Return how the arguments of the functions with a name belong together."""
+    if name.startswith(_LIST_PREFIX):
+        return _Arguments.LISTS
+    if name in _NOT_ALIGNED or name.startswith(_SORTED_LIST_PREFIXES):
+        return _Arguments.APART
+    return _Arguments.LENGTHS if name in TAKES_LENGTHS else _Arguments.ANY
+
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """Called after every function with (function, args, kwargs, result)."""
@@ -127,9 +151,12 @@ class Alignment(ExtendedFunctionMode):
         if self._is_paused or torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name.startswith(_LIST_PREFIX):
+        arguments = _arguments_of(name)
+        if arguments is _Arguments.LISTS:
             args, kwargs = _align_lists(args, kwargs)
-        elif name not in _NOT_ALIGNED and not name.startswith(_SORTED_LIST_PREFIXES):
+        elif arguments is _Arguments.LENGTHS or (
+            arguments is _Arguments.ANY and not _are_on_one_device(args, kwargs)
+        ):
             args, kwargs = self._aligned(name, args, kwargs)
         result = func(*args, **kwargs)
         if self._observer is not None:
@@ -185,9 +212,6 @@ class Alignment(ExtendedFunctionMode):
             lengths = devices.move(args[position], devices.HOST)
             rest, kwargs = self._aligned("", (*args[:position], *args[position + 1 :]), kwargs)
             return (*rest[:position], lengths, *rest[position:]), kwargs
-        # The common case, without flattening.
-        if _are_on_one_device(args, kwargs):
-            return args, kwargs
         tensors, structure = flatten((args, kwargs))
         tensors = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
         places = [devices.location(tensor) for tensor in tensors]
@@ -251,20 +275,26 @@ def _align_lists(
 def _are_on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether all tensors are on one device; False for nested arguments."""
     place: torch.device | None = None
-    for one in (*args, *kwargs.values()):
-        kind = type(one)
-        if kind in _TYPES_WITHOUT_TENSORS:
-            continue
-        for item in one if kind is list or kind is tuple else (one,):
-            if isinstance(item, Tensor):
-                here = devices.location(item)
-                if place is None:
-                    place = here
-                elif here != place and not devices.same(here, place):
-                    return False
-            elif type(item) not in _TYPES_WITHOUT_TENSORS:
+    for one in _without_lists(args, kwargs):
+        if isinstance(one, Tensor):
+            here = devices.location(one)
+            if place is None:
+                place = here
+            elif here != place and not devices.same(here, place):
                 return False
+        elif type(one) not in _TYPES_WITHOUT_TENSORS:
+            return False
     return True
+
+
+def _without_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield arguments that may be or hold tensors, and the items of those that are lists."""
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(one)
+        if kind is list or kind is tuple:
+            yield from one
+        elif kind not in _TYPES_WITHOUT_TENSORS:
+            yield one
 
 
 class BorrowedWeights(Protocol):

@@ -11,6 +11,8 @@ from placer import devices
 
 _PACKING = ("_pack_padded_sequence", "_pad_packed_sequence")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+TAKES_LENGTHS = frozenset((*_PACKING, *_RECURRENT))
+"""Names of the functions that may take lengths."""
 
 
 def lengths_position(name: str, args: Any) -> int | None:
