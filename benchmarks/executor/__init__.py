@@ -1,20 +1,21 @@
 """The speed of placements and of their alternatives, measured in turns on the same machine.
 
 Measured are training steps of three models over all devices and over two, inference streams of two
-models, a model that no single device holds, map switches, the overhead on one device, and the
-experiment of PyTorch's model-parallel tutorial. All engines of a case take seven turns each with
-the same batch. Without GPUs, tiny sizes run on CPU stand-ins; they only show that the code runs.
+models, a model that no single device holds, FSDP2's steps against their predictions, map switches,
+the overhead on one device, and the experiment of PyTorch's model-parallel tutorial. All engines of
+a case take seven turns each with the same batch. Without GPUs, tiny sizes run on CPU stand-ins;
+they only show that the code runs.
 
 ``PLACER_EXECUTOR_CASES=resnet101@4,gpt:ours,gpt:FSDP2`` runs only these cases, in this order.
 ``CASE`` runs on all devices and on two, ``CASE@DEVICES`` on that number. With ``:ENGINE``, only the
 named engines take part, in addition to eager PyTorch. Cases are ``resnet101``, ``gpt``, ``unet``,
-``large``, ``stream-resnet101`` and ``stream-gpt``, and, without a number of devices, ``switching``,
-``overhead``, ``tutorial``, ``compile-resnet101``, ``compile-unet``, ``compile-gpt``,
-``compile-tutorial``, ``compile-stream-resnet101`` and ``compile-stream-gpt``. Engines of training
-steps are ``ours``, ``DDP``, ``DDP-compiled``, ``FSDP2``, ``torch.distributed``, ``torch.distributed
-interleaved``, ``torch.distributed zero-bubble``, ``placer.distributed``, ``tutorial`` and
-``torchgpipe``. Engines of ``large`` are ``ours`` and ``FSDP2``; engines of streams are ``ours``,
-``tutorial`` and ``accelerate``.
+``large``, ``stream-resnet101``, ``stream-gpt``, ``sharded-gpt`` and ``sharded-resnet101``, and,
+without a number of devices, ``switching``, ``overhead``, ``tutorial``, ``compile-resnet101``,
+``compile-unet``, ``compile-gpt``, ``compile-tutorial``, ``compile-stream-resnet101`` and
+``compile-stream-gpt``. Engines of training steps are ``ours``, ``DDP``, ``DDP-compiled``,
+``FSDP2``, ``torch.distributed``, ``torch.distributed interleaved``, ``torch.distributed
+zero-bubble``, ``placer.distributed``, ``tutorial`` and ``torchgpipe``. Engines of ``large`` are
+``ours`` and ``FSDP2``; engines of streams are ``ours``, ``tutorial`` and ``accelerate``.
 
 A case that runs again replaces all its earlier results, so that a row and its peers always come
 from one run. ``PLACER_EXECUTOR_BUDGET_S`` limits the total time (default: 7200); a row names what

@@ -23,6 +23,8 @@ from . import (
     contest,
     large,
     overhead,
+    replicas,
+    sharded,
     stream,
     switching,
     training,
@@ -85,6 +87,7 @@ def every() -> list[Job]:
         *(_training(name, count) for count in counts for name in cases.FULL),
         *(_large(count) for count in counts),
         *(_stream(name, count) for count in counts for name in stream.NAMES),
+        *(_sharded(name, count) for count in counts for name in sharded.NAMES),
         Job(switching.CASE, 0, OURS, OTHER_S, lambda _: switching.measure()),
         Job(overhead.CASE, 0, OURS, OTHER_S, lambda _: overhead.measure()),
         Job(tutorial_resnet50.CASE, 0, OURS, OTHER_S, lambda _: tutorial_resnet50.measure()),
@@ -111,6 +114,13 @@ def _stream(name: str, count: int) -> Job:
         return stream.measure(cases.training(name), count, engines)
 
     return Job(stream.PREFIX + name, count, stream.ENGINES, CONTEST_S, run)
+
+
+def _sharded(name: str, count: int) -> Job:
+    def run(engines: Sequence[str]) -> Iterator[Sample]:
+        return sharded.measure(cases.training(name), count)
+
+    return Job(sharded.PREFIX + name, count, (replicas.FSDP2,), OTHER_S, run)
 
 
 def _compiled(name: str) -> Job:

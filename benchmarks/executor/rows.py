@@ -12,6 +12,8 @@ from . import (
     compiling,
     large,
     overhead,
+    replicas,
+    sharded,
     stream,
     stream_rows,
     switching,
@@ -37,6 +39,7 @@ from .figures import (
     turns_row,
 )
 from .sample import Sample
+from .training_rows import PREDICTED
 
 OVERHEAD = 1.02
 GRAPH = "the model alone, as a CUDA graph"
@@ -49,6 +52,8 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
         made += training_rows.training(name, of_case(samples, name))
     for name in stream.NAMES:
         made += stream_rows.streamed(name, of_case(samples, stream.PREFIX + name))
+    for name in sharded.NAMES:
+        made += _sharded(name, of_case(samples, sharded.PREFIX + name))
     made += _switching(of_case(samples, switching.CASE))
     made += _overhead(of_case(samples, overhead.CASE))
     made += _large(of_case(samples, large.CASE))
@@ -88,6 +93,8 @@ def belongs(case: str, contest: str) -> bool:
         return case.startswith(_compiled_stream_label(name.removeprefix(stream.COMPILED)))
     if name.startswith(compiling.PREFIX):
         return case.startswith(_compiled_label(name.removeprefix(compiling.PREFIX)))
+    if name.startswith(sharded.PREFIX):
+        return case.startswith(_sharded_label(name.removeprefix(sharded.PREFIX)))
     if name.startswith(stream.PREFIX):
         return case.startswith(
             f"inference stream, {cases.training(name.removeprefix(stream.PREFIX)).label}"
@@ -222,6 +229,27 @@ def _large_ours(case: str, ours: Sample, peers: Mapping[str, float]) -> Iterator
             case, "memory of the fullest device", "GiB", rounded(max(values["peak_bytes"]) / 2**30)
         )
     yield from memory_row(case, ours)
+
+
+def _sharded_label(name: str) -> str:
+    return f"FSDP2, {cases.training(name).label}"
+
+
+def _sharded(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
+    """Yield FSDP2's step, and the error of its prediction."""
+    for count in sorted({sample.beside for sample in samples}, reverse=True):
+        mine = [sample for sample in samples if sample.beside == count]
+        case, found = f"{_sharded_label(name)}, {count} devices", best(mine, replicas.FSDP2, count)
+        if found is not None:
+            step_ms, predicted_ms = time_of(found), time_of(found, "predicted_ms")
+            assert step_ms is not None
+            yield row_of(case, "training step", found.values["step_ms"])
+            yield row(case, "training step, as predicted", "ms", rounded(predicted_ms))
+            if predicted_ms is not None:
+                error, wanted = abs(predicted_ms / step_ms - 1), at_full_size(PREDICTED)
+                measure = "relative error of that prediction"
+                yield row(case, measure, "", rounded(error), target=wanted)
+        yield from failures(case, mine)
 
 
 def _compiled(

@@ -683,3 +683,16 @@ def test_the_tutorials_pictures_show_every_engine_and_are_the_same_file_each_tim
 def test_without_samples_of_the_experiment_there_is_no_picture(part, tmp_path, capsys):
     assert part("pictures").main(tmp_path) == 2
     assert "no samples of the case 'tutorial'" in capsys.readouterr().err
+
+
+def test_the_prediction_of_a_sharded_step_has_a_row(part):
+    jobs, rows, sample = part("jobs"), part("rows"), part("sample").Sample
+    job = next(job for job in jobs.every() if job.case == "sharded-gpt" and job.devices == 2)
+    times = {"step_ms": [8.0, 10.0, 12.0], "predicted_ms": [11.0]}
+    made = rows.rows([sample(job.case, "FSDP2", 2, 1, times, beside=2)])
+    assert all(rows.belongs(row["case"], job.contest) for row in made)
+    assert {row["measure"]: row["value"] for row in made} == {
+        "training step": 10.0,
+        "training step, as predicted": 11.0,
+        "relative error of that prediction": pytest.approx(0.1),
+    }
