@@ -210,15 +210,15 @@ def pipelines(
 
 
 def _buckets(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors in groups of about ``BUCKET_BYTES``."""
+    """Yield tensors in groups of at most ``BUCKET_BYTES``, or alone if they are larger."""
     bucket: list[Tensor] = []
     size = 0
     for part in parts:
-        bucket.append(part)
-        size += tensor_bytes(part)
-        if size >= BUCKET_BYTES:
+        if bucket and size + tensor_bytes(part) > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
+        bucket.append(part)
+        size += tensor_bytes(part)
     if bucket:
         yield bucket
 

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from transplanted import captured_once
 
 from placer import distributed
+from placer.distributed.replicas import Replicas
 from placer.distributed.state.gradient_sums import GradientSums
 from placer.errors import PlacerError
 from placer.schema import Placement
@@ -120,6 +121,25 @@ def sums_of_one_gradient() -> list[float] | None:
             (3 * parameter).sum().backward()
     sums.finish()
     return None if parameter.grad is None else parameter.grad.tolist()
+
+
+def exchanged(bucket_bytes: int) -> list[list[float]]:
+    """Tensors of several types and layouts, filled by rank, after an exchange with their owners."""
+    rank = dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    tensors = [
+        torch.full((3,), rank, dtype=torch.bfloat16),
+        torch.full((2, 3), rank, dtype=torch.float64).T,
+        torch.empty(0),
+        torch.full((5,), rank, dtype=torch.float32)[::2],
+        torch.full((), rank, dtype=torch.float64).expand(1),
+        torch.full((4,), rank, dtype=torch.complex64),
+    ]
+    replicas = Replicas(group, range(4), torch.device("cpu"))
+    with mock.patch("placer.distributed.replicas.BUCKET_BYTES", bucket_bytes):
+        replicas.exchange(tensors, [1, 3, 2, 1, 3, None])
+    return [tensor.real.flatten().tolist() for tensor in tensors]
 
 
 def on_hosts(make: Make, placement: Placement, hosts: list[str]) -> dict[str, Any]:

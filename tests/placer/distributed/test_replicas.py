@@ -194,6 +194,14 @@ def test_replicas_that_train_are_evaluated_by_a_second_pipeline(
     torch.testing.assert_close(parts[3][-1], dict(model.state_dict()), **EXACT)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 1000])
+def test_tensors_of_every_layout_get_the_values_of_their_owners(
+    ranks: RankPool, bucket_bytes: int
+) -> None:
+    expected = [[1.0] * 3, [3.0] * 6, [], [1.0] * 3, [3.0], [0.0] * 4]
+    assert ranks.run(ranked.exchanged, bucket_bytes) == [expected] * 4
+
+
 def test_a_gradient_of_one_replica_reaches_the_owner_that_has_none(ranks: RankPool) -> None:
     # a replica that has sent its gradient early has none any more
     assert ranks.run(ranked.sums_of_one_gradient) == [None, None, None, [3.0, 3.0]]
