@@ -43,7 +43,15 @@ from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.stage_line import Line, line
 from placer.distributed.stage_passes import ReportingStage
 from placer.distributed.state.partial_modules import Names, plant
-from placer.distributed.state.rank_weights import Sharing, Weights, keep_owners, owners_of
+from placer.distributed.state.rank_weights import (
+    Holders,
+    Sharing,
+    Weights,
+    division_of,
+    holders_of,
+    keep_holders,
+    process_text,
+)
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
 from placer.executor.checks.batch_check import BatchChecks
 from placer.executor.engine.shares import divided, refuse_unreplicable
@@ -161,14 +169,14 @@ def build(
     # every process knows its device before any process waits for the others on it
     with together(group, "build its part"):
         device = _local(seat)
-    owners = _owners(model, shared.group)
+    known = _known_holders(model, shared.group)
     with together(group, "build its part"):
         shape = _shape(exported, graph, placed, example_inputs, layout, shared)
         is_last = seat.device == cut.devices[-1]
         joining = _joining(model, example_inputs, layout, placed, is_last)
     # contains a warm-up that waits for all processes
     with together(group, "build its part"):
-        rest = shared, shape, device, group, owners, joining
+        rest = shared, shape, device, group, known, joining
         return _assemble(model, _Cut(exported, graph, cut, sharing), placed, loss, *rest)
 
 
@@ -394,7 +402,7 @@ def _assemble(
     shape: Shape,
     device: torch.device,
     group: dist.ProcessGroup | None,
-    owners: Mapping[str, int],
+    known: Mapping[str, Holders],
     joining: Joining,
 ) -> Pipeline:
     exported, graph, cut = parts.exported, parts.graph, parts.line
@@ -410,7 +418,8 @@ def _assemble(
         rank if own_group is None else dist.get_global_rank(own_group, rank) for rank in ranks
     )
     names = Names.from_model(model)
-    sharing = parts.sharing.with_owners(owners, everywhere)
+    holders = [shared.holders(rank) for rank in everywhere]
+    sharing = parts.sharing.with_owners(known, holders)
     weights = Weights(
         graph,
         sharing,
@@ -420,10 +429,13 @@ def _assemble(
         own_group,
         names.transient,
         shared.replicas,
+        division_of(model),
     )
     if not weights.empty:
-        keep_owners(model, {name: everywhere[users[0]] for name, users in sharing.users.items()})
+        keep_holders(model, {name: holders[users[0]] for name, users in sharing.users.items()})
     training = loss_fn is not None
+    if training and shared.replicas is not None:
+        weights.divide(sharing.division(model, cut.devices, placed.replication, holders))
     flows = Flows.from_graph(graph, exported.module.graph) if training else Flows({})
     modules = {
         index: StageModule(
@@ -450,9 +462,9 @@ def _assemble(
         stages[0].sums = weights.sums
     leaves = modules[max(modules)].plan.leaves
     owned = nn.Module()
-    plant(owned, weights.own, names)
+    plant(owned, weights.owned(), names)
     # a loss that reads other processes' parameters is refused later
-    own = {id(parameter) for parameter in owned.parameters()}
+    own = {id(tensor) for tensor in weights.own.values()}
     elsewhere = {id(item): name for name, item in model.named_parameters() if id(item) not in own}
     head = Head(
         loss_fn,
@@ -606,16 +618,16 @@ def _seats(
     return found
 
 
-def _owners(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Return the owner of each tensor from earlier pipelines of the model in any process."""
-    found: dict[str, int] = {}
-    for known in gathered(owners_of(model), group):
-        for name, rank in known.items():
-            if found.setdefault(name, rank) != rank:
+def _known_holders(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Holders]:
+    """Return the holders of each tensor from earlier pipelines of the model in any process."""
+    found: dict[str, Holders] = {}
+    for known in gathered(holders_of(model), group):
+        for name, holders in known.items():
+            if found.setdefault(name, holders) != holders:
                 raise InputError(
-                    f"{name!r} belongs to process {found[name]} since an earlier pipeline of this "
-                    f"model, and to process {rank} since another one: load full_state_dict() into "
-                    "a new model"
+                    f"{name!r} belongs to {process_text(found[name])} since an earlier pipeline of "
+                    f"this model, and to {process_text(holders)} since another one: load "
+                    "full_state_dict() into a new model"
                 )
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +74,8 @@ class Pipeline:
         stages: of this process, in order; more than one if the line visits each device repeatedly.
         schedule: the library's schedule of these stages. ``step`` runs it; callers that run it
             directly must update copies of tied weights themselves.
-        module: the parameters and buffers that this process owns, under the model's names.
+        module: the parameters and buffers that this process owns, under the model's names. Buffers
+            and frozen parameters belong to every replica of a stage.
         device: of this process.
         chunks: micro-batches in a batch.
     """
@@ -125,8 +126,8 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters that this process owns, for its optimizer.
 
-        Over all processes of a pipeline, each parameter occurs once. Replicas of a stage have the
-        same parameters, and each needs an optimizer with its whole state.
+        Over all processes, each trained parameter occurs once: replicas of a stage divide them, and
+        so the optimizer's state. New values reach the other replicas before the next step.
         """
         return self.module.parameters()
 
@@ -248,11 +249,8 @@ class Pipeline:
             if norms
             else torch.zeros((), dtype=torch.float64, device=self.device)
         )
-        # squares are summed over a pipeline's processes, since each owns different parameters
-        dist.all_reduce(total, group=self._pipelines.group)
-        if self._pipelines.replicas is not None:
-            # pipelines may round differently, and their weights must stay equal
-            self._pipelines.replicas.take_from_first([total])
+        # each process owns other parameters
+        dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         for gradient in gradients:
             gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradient.dtype))
@@ -260,7 +258,12 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this process's part of the model's ``state_dict``, under the model's keys."""
-        return dict(self.module.state_dict())
+        return self._state(self._weights.owned())
+
+    def _state(self, tensors: Iterable[str]) -> dict[str, Any]:
+        """Return the entries of tensors in the ``state_dict``, by their first names."""
+        keys = {key for name in tensors for key in self._names.aliases.get(name, ())}
+        return {key: item for key, item in self.module.state_dict().items() if key in keys}
 
     def full_state_dict(self, rank: int = 0) -> dict[str, Tensor] | None:
         """Return the whole model's ``state_dict`` on the CPU of one process.
@@ -281,8 +284,9 @@ class Pipeline:
             raise InputError(
                 f"rank={rank!r} is not a process of this pipeline; give one from 0 to {size - 1}"
             )
-        is_sent = self._pipelines.index == 0 or dist.get_rank(self._group) == rank
-        own = self.state_dict() if is_sent else {}
+        # the first pipeline sends what every replica has
+        is_whole = self._pipelines.index == 0 or dist.get_rank(self._group) == rank
+        own = self._state(self._weights.owned(divided=not is_whole))
         return checkpoint.gather(own, self._names.saved, rank, self.device, self._group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -315,7 +319,7 @@ class Pipeline:
         Raises:
             InputError: if it cannot be written.
         """
-        checkpoint.save(self.module, path, optimizer, self._group)
+        checkpoint.save(self.module, self.state_dict(), path, optimizer, self._group)
 
     def load(
         self,

@@ -1,18 +1,19 @@
 """The replicas of a placement's stages, with one process for each.
 
                  pipeline 0       pipeline 1
-    stage 0      process 0 ◀────▶ process 2       sum their gradients
+    stage 0      process 0 ◀────▶ process 2       sum their gradients, exchange weights
                      │                │
-    stage 1      process 1 ◀────▶ process 3       sum their gradients and losses
+    stage 1      process 1 ◀────▶ process 3       and sum their losses
 
 The processes are a ``DeviceMesh`` of pipelines and stages. Every pipeline takes its samples of each
 micro-batch, and weights their loss as in the whole batch. So the gradients of the whole batch are
-sums over the replicas. Buffers, such as running statistics, come from pipeline 0.
+sums over the replicas. Each trained parameter belongs to one replica, which receives its gradient
+and sends its value before the next step. Buffers, such as running statistics, come from pipeline 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from placer import devices
+from placer.capture.layers import tensor_bytes
 from placer.capture.pytrees import flatten, outline
 from placer.distributed.ranks import Seat
-from placer.distributed.state.gradient_sums import GradientSums
+from placer.distributed.state.gradient_sums import BUCKET_BYTES, GradientSums
 from placer.distributed.tensor_codec import as_bytes
 
 # The meshes of each model's pipelines, with the world that they are part of. Process groups hold
@@ -48,25 +50,41 @@ class Replicas:
         self._group, self._ranks, self._device = group, tuple(ranks), device
 
     @torch.no_grad()
-    def take_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite tensors by their values in pipeline 0.
+    def exchange(self, tensors: Iterable[Tensor], owners: Iterable[int | None]) -> None:
+        """Overwrite tensors by their values in the replicas that own them.
 
         Args:
             tensors: equally many of the same shapes in every replica.
+            owners: for each tensor, the global rank of its owner; None for pipeline 0.
         """
-        pending: list[tuple[Tensor, Tensor]] = []
-        for part in (part for tensor in tensors for part in devices.own_parts(tensor)):
-            dense = part.detach().contiguous()
-            if dense.numel():
-                self._broadcast(dense, self._ranks[0])
-                pending.append((part, dense))
-        for part, dense in pending:
-            if dense.data_ptr() != part.data_ptr():
-                part.copy_(dense)
+        by_owner: dict[int, list[Tensor]] = {}
+        for tensor, owner in zip(tensors, owners, strict=True):
+            parts = [part.detach() for part in devices.own_parts(tensor) if part.numel()]
+            by_owner.setdefault(self._ranks[0] if owner is None else owner, []).extend(parts)
+        for owner, parts in by_owner.items():
+            for bucket in _buckets(parts):
+                self._broadcast_bucket(bucket, owner)
 
-    def gradient_sums(self, parameters: Sequence[Tensor], late: Collection[int]) -> GradientSums:
+    def _broadcast_bucket(self, bucket: Sequence[Tensor], owner: int) -> None:
+        """Overwrite plain tensors by their values in another replica, in one call."""
+        raw = [as_bytes(part) for part in bucket]
+        packed = raw[0] if len(raw) == 1 else torch.cat(raw)
+        dist.broadcast(packed, owner, group=self._group)
+        if owner == dist.get_rank():
+            return
+        sizes = [part.numel() for part in raw]
+        for part, own, arrived in zip(bucket, raw, packed.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            if arrived.data_ptr() != own.data_ptr():
+                own.copy_(arrived)
+            # the bytes of a tensor that is not contiguous are a copy
+            if own.data_ptr() != part.data_ptr():
+                part.copy_(own.view(part.dtype).view(part.shape))
+
+    def gradient_sums(
+        self, parameters: Sequence[Tensor], owners: Sequence[int], late: Collection[int]
+    ) -> GradientSums:
         """Return the sums of gradients over all replicas; see ``GradientSums``."""
-        return GradientSums(parameters, late, self._group)
+        return GradientSums(parameters, owners, late, self._group)
 
     @torch.no_grad()
     def total(self, number: Tensor) -> Tensor:
@@ -132,6 +150,8 @@ class Pipelines:
             replicas: the seats then follow from the captured model.
         group: this pipeline's processes; None for all processes.
         replicas: the processes with this process's stage; None without replicas.
+        rows: by pipeline, the global ranks of its processes, stage by stage; empty without
+            replicas.
     """
 
     samples: tuple[int, ...] = (1,)
@@ -139,11 +159,19 @@ class Pipelines:
     seats: tuple[Seat, ...] = ()
     group: dist.ProcessGroup | None = None
     replicas: Replicas | None = None
+    rows: Sequence[Sequence[int]] = ()
 
     @property
     def count(self) -> int:
         """The number of pipelines."""
         return len(self.samples)
+
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """Return the processes that hold the stage of a process of this pipeline, by pipeline."""
+        if not self.rows:
+            return (rank,)
+        stage = self.rows[self.index].index(rank)
+        return tuple(row[stage] for row in self.rows)
 
 
 def pipelines(
@@ -177,7 +205,22 @@ def pipelines(
         seats=tuple(Seat(own[rank], seated[rank].local) for rank in sorted(own)),
         group=mesh.get_group("stage"),
         replicas=Replicas(mesh.get_group("replica"), [row[stage] for row in table], device),
+        rows=table,
     )
+
+
+def _buckets(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors in groups of at most ``BUCKET_BYTES``, or alone if they are larger."""
+    bucket: list[Tensor] = []
+    size = 0
+    for part in parts:
+        if bucket and size + tensor_bytes(part) > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(part)
+        size += tensor_bytes(part)
+    if bucket:
+        yield bucket
 
 
 def _mesh(model: nn.Module, table: list[list[int]], device: torch.device) -> DeviceMesh:

@@ -19,6 +19,7 @@ from placer.errors import InfeasibleError
 from placer.schema import Layer, Placement, PlacementRequest, Profile
 from placer.schema.base import LONGEST_MS
 from placer.schema.refinement import Refinement, Round, StageTime, StopReason
+from placer.solver.solve import predict_pipelines
 
 ROUNDING = 1e-9
 """Relative tolerance of loads against the requested bottleneck."""
@@ -220,9 +221,16 @@ def _valued(placement: Placement, request: PlacementRequest, solve: Solve) -> Pl
         "explain": False,
         "bottleneck_ms": request.bottleneck_ms and LONGEST_MS,
     }
-    valued = solve(request.model_copy(update=changed))
-    if valued.objective_value is None:
-        reason = valued.infeasible.reason if valued.infeasible else "no answer in time"
+    valued: Placement | None
+    if placement.replicas:
+        # the solver gives pinned layers no replicas
+        valued = predict_pipelines(request, placement)
+    else:
+        valued = solve(request.model_copy(update=changed))
+    if valued is None or valued.objective_value is None:
+        reason = "its replicas need other devices, links or memory"
+        if valued is not None:
+            reason = valued.infeasible.reason if valued.infeasible else "no answer in time"
         raise InfeasibleError(
             f"the placement that was measured does not answer the request: {reason}"
         )
@@ -249,8 +257,9 @@ def _settled(placement: Placement, following: Placement, measured: float, tolera
     )
 
 
-def _map(placement: Placement) -> tuple[tuple[str, str], ...]:
-    return tuple(placement.layer_devices.items())
+def _map(placement: Placement) -> tuple[object, ...]:
+    """Return what is to stay the same: the devices of each layer."""
+    return *placement.layer_devices.items(), *sorted(placement.replicas.items())
 
 
 def _at(times_ms: Mapping[str, float], kind: str) -> float:

@@ -30,6 +30,7 @@ from placer.refinement.stage_times import Stages, device_times
 from placer.schema import Constraints, Placement, PlacementRequest, Profile, RefineOptions
 from placer.schema.options import combined
 from placer.schema.refinement import Refinement
+from placer.schema.request import OBJECTIVES_OF_REPLICAS
 from placer.solver import costs
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
@@ -56,7 +57,8 @@ def refine(
     Args:
         placement: a placement of the model, as ``suggest`` or ``solve`` returned it.
         model: the model.
-        example_inputs: one micro-batch, as for ``profile``.
+        example_inputs: one micro-batch, as for ``profile``. If the placement has replicas, the
+            share of one of them.
         profile: the profile that the placement was solved from. None: the profile of the request,
             or a new one of the placement's layers.
         request: the request that the placement answers, for its constraints. None: a request like
@@ -69,9 +71,9 @@ def refine(
         measurement of every round.
 
     Raises:
-        InputError: the placement is empty; the profile has other layers, another model or another
-            batch; the inputs hold no tensor; a loss is given without a target, or the reverse; or
-            an option cannot be used.
+        InputError: the placement is empty, or its replicas are on unlike devices or have unlike
+            shares; the profile has other layers, another model or another batch; the inputs hold no
+            tensor; a loss is given without a target, or the reverse; or an option cannot be used.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
@@ -83,11 +85,7 @@ def refine(
             f"the placement is {placement.status} and places no layer, so there is nothing to "
             "measure"
         )
-    if placement.replicas:
-        raise InputError(
-            "the placement has replicas, which refine does not measure; give one that was solved "
-            "with replicas='never'"
-        )
+    _refuse_unequal_pipelines(placement)
     if placement.resting:
         raise InputError(
             "parameters rest on the host in this placement, which refine does not measure; give "
@@ -112,14 +110,63 @@ def refine(
         )
     elif profile is not None:
         request = request.model_copy(update={"profile": profile})
+    _refuse_unlike_devices(request, placement)
     # one micro-batch size only: the measurements correct no other profile
-    request = _of_one_size(request, placement).model_copy(update={"replicas": "never"})
+    allowed = {"replicas": "auto" if placement.replicas else "never"}
+    request = _of_one_size(request, placement).model_copy(update=allowed)
     _refuse_unlike(request.profile, placement, model, example_inputs)
     timed = how.timer or device_times
     stages = Stages(
         model, example_inputs, loss_fn, target, how.repeats, backend, timed, request.profile
     )
     return improve(placement, request, stages.measure, solve, how.rounds, how.tolerance)
+
+
+def _share(placement: Placement) -> int:
+    """Return the samples that a device computes at once."""
+    members = next(iter(placement.replicas.values()), ())
+    return members[0].samples if members else placement.batch_size
+
+
+def _refuse_unequal_pipelines(placement: Placement) -> None:
+    """Raise an InputError unless replicas form pipelines with equal shares."""
+    rows = {tuple(one.samples for one in members) for members in placement.replicas.values()}
+    samples = {size for row in rows for size in row}
+    if len(rows) > 1 or len(samples) > 1 or (rows and len(set(placement.replicas_by_stage)) > 1):
+        raise InputError(
+            f"the replicas of the placement compute {sorted(samples)} samples, and its stages have "
+            f"{placement.replicas_by_stage} replicas; refine measures equal pipelines with equal "
+            "shares: give a placement that was solved with replicas='auto' on alike devices, or "
+            "with replicas='never'"
+        )
+
+
+def _refuse_unlike_devices(request: PlacementRequest, placement: Placement) -> None:
+    """Raise an InputError for replicas where the measurement of one does not hold for the others.
+
+    The request must have the devices of all replicas.
+    """
+    if not placement.replicas:
+        return
+    types = {device.name: device.type for device in request.devices}
+    for members in placement.replicas.values():
+        if unknown := [one.device for one in members if one.device not in types]:
+            raise InputError(
+                f"the placement has a replica on {unknown[0]!r}, which the request has not (its "
+                f"devices: {', '.join(types)}); give the request that the placement answers"
+            )
+    if len(kinds := sorted(set(types.values()))) > 1:
+        raise InputError(
+            f"the placement has replicas, and the devices are of the types {', '.join(kinds)}; "
+            "refine measures replicas only among devices of one type: give a placement that was "
+            "solved with replicas='never'"
+        )
+    if request.objective not in OBJECTIVES_OF_REPLICAS or not request.is_training:
+        kind = "training" if request.is_training else "inference"
+        raise InputError(
+            f"the placement has replicas, and the request asks for objective {request.objective!r} "
+            f"of {kind}, where none has; give the request that the placement answers"
+        )
 
 
 def _refuse_others(profile: Any, request: Any) -> None:
@@ -140,7 +187,7 @@ def _of_one_size(request: PlacementRequest, placement: Placement) -> PlacementRe
     if not request.profiles:
         return request
     sizes = {profile.batch_size: profile for profile in (request.profile, *request.profiles)}
-    placed = sizes.get(placement.batch_size, request.profile)
+    placed = sizes.get(_share(placement), request.profile)
     chosen = {"profile": placed, "profiles": (), "cluster": request.placed_on}
     return request.model_copy(update={**chosen, "batch_size": request.whole_batch_size})
 
@@ -168,10 +215,11 @@ def _refuse_unlike(
             f"example_inputs are a micro-batch of {samples}, and the profile is of one of "
             f"{profile.batch_size}; give both of one size"
         )
-    if profile.graph_hash and profile.batch_size != placement.batch_size:
+    if profile.graph_hash and profile.batch_size != _share(placement):
+        owner = "replica" if placement.replicas else "placement"
         raise InputError(
-            f"the placement is of micro-batches of {placement.batch_size}, and the profile is of "
-            f"one of {profile.batch_size}; give the profile of the placement's size"
+            f"the {owner} is of micro-batches of {_share(placement)}, and the profile is of "
+            f"one of {profile.batch_size}; give the profile of the {owner}'s size"
         )
 
 
@@ -183,7 +231,8 @@ def _profile(
     target: Any,
 ) -> Profile:
     """Return a profile of the placement's layers and devices, with the loss if it has a target."""
-    names = list(dict.fromkeys(placement.layer_devices.values()))
+    replicas = [one.device for members in placement.replicas.values() for one in members]
+    names = list(dict.fromkeys([*placement.layer_devices.values(), *replicas]))
     has_loss = placement.training and loss_fn is not None
     return measure_profile(
         model,
@@ -207,11 +256,12 @@ def _request(placement: Placement, profile: Profile) -> PlacementRequest:
         objective=placement.objective,
         constraints=Constraints(recompute="auto" if placement.recompute else "never"),
         training=placement.training,
-        chunks=placement.chunks,
+        # micro-batches of the profiled size, in all pipelines
+        chunks=placement.chunks * max(placement.replicas_by_stage, default=1),
         schedule=placement.schedule,
         step_kind="isolated" if placement.step is None else placement.step.kind,
     )
-    if not placement.contiguous and _is_but_for_groups(request, where):
+    if not placement.contiguous and (placement.replicas or _is_but_for_groups(request, where)):
         return request
     rules = request.constraints.model_copy(update={"contiguous": placement.contiguous})
     return request.model_copy(update={"constraints": rules})

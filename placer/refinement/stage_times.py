@@ -79,12 +79,14 @@ class Stages:
     def measure(self, placement: Placement) -> list[StageTime]:
         """Return the time of each stage for one micro-batch.
 
+        Of a placement with replicas, the stages of the first pipeline run, with its share.
+
         Raises:
             InputError: if the model rejects the inputs, or its parameters differ in size from the
                 profile's.
             ProfilingError: if the model cannot be captured, so its stages cannot run separately.
         """
-        model = self._model
+        model, placement = self._model, _first_pipeline(placement)
         places = [devices.parse(name) for name in dict.fromkeys(placement.layer_devices.values())]
         with (
             devices.keep_random_state(places),
@@ -318,6 +320,18 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def _forward(part: Segment, reads: Mapping[str, Any]) -> None:
     part.run(MicroBatch(reads.keys(), reads.values()))
+
+
+def _first_pipeline(placement: Placement) -> Placement:
+    """Return a placement without replicas: what the first pipeline runs."""
+    own = set(placement.layer_devices.values())
+    members = next(iter(placement.replicas.values()), ())
+    changed = {
+        "replicas": {},
+        "recompute": tuple(name for name in placement.recompute if name in own),
+        "batch_size": members[0].samples if members else placement.batch_size,
+    }
+    return placement.model_copy(update=changed)
 
 
 def _reads(part: Segment) -> list[str]:

@@ -61,8 +61,15 @@ from placer.solver.latency import host_weights, latency_search
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.replicas.gradient_exchange import with_amortised_exchanges
-from placer.solver.replicas.replica_search import Answered, ReplicaSearch
-from placer.solver.replicas.replica_shapes import may_replicate
+from placer.solver.replicas.replica_answer import placement_of_shape
+from placer.solver.replicas.replica_search import Answered, PipelineSearch, ReplicaSearch
+from placer.solver.replicas.replica_shapes import (
+    Shape,
+    may_replicate,
+    pipelines_of,
+    question_of_replicas,
+    replication_of,
+)
 from placer.solver.replicas.replication import Replication
 from placer.solver.replicas.sharding import with_sharded_step
 from placer.solver.search import Incumbent, Progress, Search
@@ -94,7 +101,7 @@ class _TimeShares(NamedTuple):
 SHARES = _TimeShares()
 
 
-__all__ = ["Incumbent", "Portfolio", "solve"]
+__all__ = ["Incumbent", "Portfolio", "predict_pipelines", "solve"]
 
 ROUNDS_WORK = (16.0, inf, inf, inf)
 """Work limits of the program's rounds: a better placement narrows the next, with finer steps."""
@@ -246,6 +253,11 @@ def _replica_search(
     equal_shares: bool,
 ) -> ReplicaSearch:
     """Return the search over shapes, with searches for the placement of one pipeline inside."""
+    return ReplicaSearch(request, _pipeline_search(stop), progress, stop, meter, equal_shares)
+
+
+def _pipeline_search(stop: threading.Event | None) -> PipelineSearch:
+    """Return the search for the placement of one of several pipelines."""
 
     def pipeline(
         asked: PlacementRequest,
@@ -262,7 +274,35 @@ def _replica_search(
             problem = with_amortised_exchanges(problem, replication)
         return Answered(_smallest(problem, progress, stop, meter), ())
 
-    return ReplicaSearch(request, pipeline, progress, stop, meter, equal_shares)
+    return pipeline
+
+
+def predict_pipelines(request: PlacementRequest, placement: Placement) -> Placement | None:
+    """Return a placement of equal pipelines with what a request predicts of it.
+
+    Args:
+        request: the question, whose profile counts.
+        placement: of the request's layers; its replicas are on alike devices and have equal shares.
+
+    Returns:
+        The placement of the same map, or None if the request's devices and links, limits of memory
+        or measured sizes do not allow it.
+    """
+    rows = pipelines_of(request, placement.replicas)
+    how = placement.chunks, placement.schedule, placement.contiguous
+    asked = question_of_replicas(request, rows[0], len(rows), *how)
+    exchange = replication_of(request, placement.replicas)
+    if asked is None or exchange is None:
+        return None
+    rules = asked.constraints.model_copy(update={"pinned": dict(placement.layer_devices)})
+    pinned = asked.model_copy(update={"constraints": rules})
+    meter = Meter(request.work_limit or inf)
+    inner = _pipeline_search(None)(pinned, None, meter, exchange, inf).placement
+    if not inner.layer_devices:
+        return None
+    device_of = {device.name: device for device in request.devices}
+    members = tuple(tuple(device_of[one.device] for one in row) for row in rows)
+    return placement_of_shape(request, Shape(members, exchange), inner)
 
 
 def _step_search(

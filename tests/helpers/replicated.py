@@ -27,7 +27,7 @@ def replicated(
 
     Args:
         model: the model.
-        replicas: the number of pipelines.
+        replicas: the number of pipelines; 1 for a placement without replicas.
         stages: the stages of each.
         kind: of the devices.
         samples: of a micro-batch, by pipeline; one each if empty.
@@ -50,7 +50,7 @@ def replicated(
                 Replica(device=f"{kind}:{pipeline * stages + stage}", samples=shares[pipeline])
                 for pipeline in range(replicas)
             )
-            for stage, name in enumerate(first)
+            for stage, name in enumerate(first if replicas > 1 else ())
         },
         batch_size=sum(shares),
         chunks=chunks,

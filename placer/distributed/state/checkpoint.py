@@ -127,6 +127,7 @@ def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> No
 
 def save(
     module: nn.Module,
+    own: Mapping[str, Any],
     path: str | PathLike[str],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     group: dist.ProcessGroup | None,
@@ -135,6 +136,7 @@ def save(
 
     Args:
         module: holds this process's tensors under the model's names.
+        own: the part of its ``state_dict`` to write.
         path: a folder that all processes can access.
         optimizer: one or several optimizers of these parameters; None for the model only.
         group: the processes.
@@ -142,7 +144,7 @@ def save(
     Raises:
         InputError: if the path is invalid or not writable.
     """
-    state: dict[str, Any] = {"model": module.state_dict()}
+    state: dict[str, Any] = {"model": dict(own)}
     with together(group, "write its part of the checkpoint"):
         # a process without parameters may have no optimizer
         for each in optimizer_list(optimizer):

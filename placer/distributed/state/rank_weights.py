@@ -6,7 +6,9 @@ their gradients, which the owner adds up. Only the owner's optimizer updates it.
 
     owner   ──data──▶  copy          step          owner  ◀──gradient──  copy
 
-If stages have replicas, each pipeline has an owner. The owners add up their gradients.
+If stages have replicas, each pipeline has such a process. A pipeline that trains divides the
+parameters of a stage among them: one replica owns a parameter, and its optimizer alone updates it.
+It receives the sum of the gradients, and sends its data before the next step, too.
 
 The owner in the first pipeline of a model stays the owner in later ones, wherever the layers are,
 because only that process has the trained values.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,21 +29,35 @@ from placer import devices
 from placer.capture.layers import LayerGraph
 from placer.distributed.replicas import Replicas
 from placer.distributed.stage_line import Line
+from placer.distributed.state.gradient_sums import GradientSums
 from placer.errors import InputError, PlacementError
+from placer.executor.state.replication import Replication, owners
 from placer.executor.state.state_moves import relocate
 
-# For each model with pipelines, the global rank of the process that owns each tensor.
-_owners: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+Holders = tuple[int, ...]
+"""The global ranks of the processes that hold a tensor's values: one for each pipeline."""
+
+# The holders of each tensor, by name, of each model with pipelines.
+_holders: WeakKeyDictionary[nn.Module, dict[str, Holders]] = WeakKeyDictionary()
+
+# Of each parameter that replicas divide among them, by name, the global rank of its owner. All
+# pipelines of a model share the table, and so read what the owner has trained.
+_divided: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
-def owners_of(model: nn.Module) -> dict[str, int]:
-    """Return the global ranks of the owners of a model's tensors, as known to this process."""
-    return dict(_owners.get(model, {}))
+def holders_of(model: nn.Module) -> dict[str, Holders]:
+    """Return the holders of a model's tensors, as known to this process."""
+    return dict(_holders.get(model, {}))
 
 
-def keep_owners(model: nn.Module, owners: Mapping[str, int]) -> None:
-    """Record the owners of a model's tensors; known owners stay."""
-    _owners[model] = {**owners, **_owners.get(model, {})}
+def keep_holders(model: nn.Module, holders: Mapping[str, Holders]) -> None:
+    """Record the holders of a model's tensors; known holders stay."""
+    _holders[model] = {**holders, **_holders.get(model, {})}
+
+
+def division_of(model: nn.Module) -> dict[str, int]:
+    """Return the table of a model's divided parameters, which its pipelines share."""
+    return _divided.setdefault(model, {})
 
 
 @dataclass(frozen=True)
@@ -99,40 +116,65 @@ class Sharing:
             unused,
         )
 
-    def with_owners(self, known: Mapping[str, int], ranks: Sequence[int]) -> Sharing:
+    def with_owners(self, known: Mapping[str, Holders], holders: Sequence[Holders]) -> Sharing:
         """Return the same users with the owners of earlier pipelines.
 
         Args:
-            known: the global rank of the owner of each tensor, by name.
-            ranks: the global rank of each position.
+            known: the holders of each tensor, by name.
+            holders: the processes of each position.
 
         Raises:
-            InputError: if an owner is not part of the pipeline, or owns a buffer that layers
-                elsewhere change.
+            InputError: if the holders of a tensor are not the processes of a position, or hold a
+                buffer that layers elsewhere change.
         """
         users, kept = dict(self.users), set()
         for name, used in self.users.items():
-            rank = known.get(name, ranks[used[0]])
-            if rank == ranks[used[0]]:
+            there = known.get(name, holders[used[0]])
+            if there == holders[used[0]]:
                 continue
             way_out = "place its layers there, or load full_state_dict() into a new model"
-            if rank not in ranks:
+            if there not in holders:
                 raise InputError(
-                    f"{name!r} belongs to process {rank} since an earlier pipeline of this model, "
-                    f"and that has no part in this one: {way_out}"
+                    f"{name!r} belongs to {process_text(there)} since an earlier pipeline of this "
+                    f"model, and this one has no stage with the same processes: {way_out}"
                 )
             if name in self.changed and name not in self.unused:
                 raise InputError(
-                    f"{name!r} changes while the model runs, and belongs to process {rank} since "
-                    f"an earlier pipeline of this model: {way_out}"
+                    f"{name!r} changes while the model runs, and belongs to {process_text(there)} "
+                    f"since an earlier pipeline of this model: {way_out}"
                 )
-            owner = ranks.index(rank)
+            owner = holders.index(there)
             users[name] = (
                 owner,
                 *(position for position in used if position != owner and name not in self.unused),
             )
             kept.add(name)
         return replace(self, users=users, kept=frozenset(kept))
+
+    def division(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        replication: Replication,
+        holders: Sequence[Holders],
+    ) -> dict[str, int]:
+        """Return the global rank of the replica that owns each trained parameter, by name.
+
+        ``DataFlow`` divides parameters in the same way, which predictions assume.
+
+        Args:
+            model: the whole model.
+            names: the device of each position.
+            replication: the pipelines, with names of devices in place of devices.
+            holders: the processes of each position.
+        """
+        places = cast(Sequence[torch.device], names)
+        positions = {name: users[0] for name, users in self.users.items()}
+        found = owners(model, lambda name: places[positions[name]], replication)
+        return {
+            name: holders[positions[name]][replication.of(places[positions[name]]).index(owner)]
+            for name, owner in found.items()
+        }
 
     def owned(self, position: int) -> list[str]:
         """Return the tensors that a device owns."""
@@ -141,6 +183,11 @@ class Sharing:
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Return the tensors that several devices use."""
         return {name: users for name, users in self.users.items() if len(users) > 1}
+
+
+def process_text(holders: Holders) -> str:
+    """Return processes as text."""
+    return f"process{'es' if len(holders) > 1 else ''} {' and '.join(map(str, holders))}"
 
 
 def _kind(name: str, graph: LayerGraph) -> str:
@@ -159,12 +206,14 @@ class Weights:
         group: the processes of the pipeline.
         lost: the names of buffers that are in no state_dict.
         replicas: the processes with the same stage; None without replicas.
+        division: the table of the model's divided parameters.
 
     Attributes:
-        own: the owned tensors by name, moved here; the same objects, unless the model was on meta.
-        copies: copies of parameters of other processes.
+        own: the tensors that this process or a replica of it owns, by name, moved here; the same
+            objects, unless the model was on meta.
+        copies: copies of parameters of other stages.
         empty: whether the model was on meta, so the tensors have no values yet.
-        sums: of gradients over the replicas; None without replicas.
+        sums: of gradients over the replicas, after ``divide``; None before.
     """
 
     def __init__(
@@ -177,11 +226,14 @@ class Weights:
         group: dist.ProcessGroup | None,
         lost: Collection[str] = (),
         replicas: Replicas | None = None,
+        division: dict[str, int] | None = None,
     ) -> None:
         self._position, self._ranks, self._group = position, ranks, group
         self._replicas = replicas
         self.own = {name: _settle(graph.state[name], device) for name in sharing.owned(position)}
         self.empty = any(graph.state[name].is_meta for name in self.own)
+        # pipelines of a model on meta have tensors of their own
+        self._division: dict[str, int] = {} if self.empty or division is None else division
         self._unset = {
             name: self.own[name]._version
             for name in self.own
@@ -198,13 +250,7 @@ class Weights:
             if position in users and users[0] != position
         }
         self._trained = [name for name in self._shared if graph.state[name].requires_grad]
-        self.sums = None
-        if replicas is not None:
-            # the order of the graph, which is the same in every replica
-            names = [name for name in graph.state if name in self.own]
-            summed = [self.own[name] for name in names if graph.state[name].requires_grad]
-            late = {id(self.own[name]) for name in self._trained if name in self.own}
-            self.sums = replicas.gradient_sums(summed, late)
+        self.sums: GradientSums | None = None
         self._changed = [name for name in self.own if name in sharing.changed]
         self._partial = [
             name
@@ -212,14 +258,46 @@ class Weights:
             if graph.state[name].requires_grad and (replicas is not None or name in self._shared)
         ]
         self._refuse_hooks({name: graph.state[name] for name in self._partial})
-        # All replicas begin with the values of the first one. Weights without data have none yet.
+        # All replicas begin with the values of the first one, or of the owners in earlier
+        # pipelines. Weights without data have none yet.
         if replicas is not None and not self.empty:
-            replicas.take_from_first([*self.own.values()])
+            replicas.exchange(self.own.values(), map(self._division.get, self.own))
         self._before: dict[str, Tensor | None] = {}
 
     def get(self, name: str) -> Tensor:
         """Return the tensor of this name, or its copy, that is used here."""
         return self.own[name] if name in self.own else self.copies[name]
+
+    def divide(self, owners: Mapping[str, int]) -> None:
+        """Let each replica own some of the trained parameters, and receive their gradients.
+
+        Args:
+            owners: the global rank of the owner of each trained parameter, by name. Owners that an
+                earlier pipeline of the model has stay.
+        """
+        assert self._replicas is not None
+        for name, rank in owners.items():
+            self._division.setdefault(name, rank)
+        # the order of the graph, which is the same in every replica
+        trained = [name for name, tensor in self.own.items() if tensor.requires_grad]
+        late = {id(self.own[name]) for name in self._trained if name in self.own}
+        self.sums = self._replicas.gradient_sums(
+            [self.own[name] for name in trained], [self._division[name] for name in trained], late
+        )
+
+    def owned(self, divided: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of ``own`` without parameters that another replica owns.
+
+        Args:
+            divided: whether to leave out tensors that belong to every replica.
+        """
+        here = dist.get_rank()
+        otherwise = None if divided else here
+        return {
+            name: tensor
+            for name, tensor in self.own.items()
+            if self._division.get(name, otherwise) == here
+        }
 
     def refuse_hooks(self) -> None:
         """Raise an InputError for hooks on weights that several processes use."""
@@ -234,7 +312,10 @@ class Weights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Send owned data to all copies."""
+        """Send owned data to replicas, and then to all copies."""
+        if self._replicas is not None:
+            divided = {name: item for name, item in self.own.items() if name in self._division}
+            self._replicas.exchange(divided.values(), map(self._division.get, divided))
         operations = []
         for name, (owner, *others) in self._shared.items():
             if owner == self._position:
@@ -260,7 +341,10 @@ class Weights:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up the gradients of copies, then of replicas, then of earlier steps."""
+        """Add up the gradients of copies, then of replicas, then of earlier steps.
+
+        Of replicas, only the owner of a parameter then has its gradient.
+        """
         operations = []
         arrived: list[tuple[str, Tensor, Tensor]] = []
         # Every process goes through the names in the same order, so that sends meet their receives.
@@ -292,7 +376,8 @@ class Weights:
     def take_buffers(self) -> None:
         """Overwrite buffers that the layers change by the first replica's buffers."""
         if self._replicas is not None:
-            self._replicas.take_from_first([self.own[name] for name in self._changed])
+            changed = [self.own[name] for name in self._changed]
+            self._replicas.exchange(changed, [None] * len(changed))
 
     @torch.no_grad()
     def restore(self) -> None:

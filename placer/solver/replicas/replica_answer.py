@@ -50,7 +50,7 @@ def placement_of_shape(request: PlacementRequest, shape: Shape, inner: Placement
             device: tuple(Replica(device=name, samples=share) for name in twins[device])
             for device in inner.stages
         },
-        "devices": tuple(loads[device.name] for device in request.devices),
+        "devices": all_loads(request, loads),
         "recompute": tuple(
             device.name
             for device in request.devices

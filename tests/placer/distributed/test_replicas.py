@@ -15,9 +15,12 @@ import ranked_replicas as ranked
 import torch
 import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
+from ranked import joined
 from replicated import replicated, unsplit_loss
 from torch import nn
 
+from placer import devices
+from placer.executor.state.replication import Replication, owners
 from placer.schema import Placement
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
@@ -36,12 +39,10 @@ def unsplit(make: Any, sizes: Sequence[int], batches: int = 1) -> tuple[list[flo
 
 
 def check_gradients(parts: list[dict[str, Any]], model: nn.Module) -> None:
-    """Every replica has the gradients of the whole batch."""
+    """The owner of each parameter has its gradient of the whole batch."""
+    found = joined(parts, "gradients")
     for name, parameter in model.named_parameters():
-        found = [part["gradients"][name] for part in parts if name in part["gradients"]]
-        assert found
-        for gradient in found:
-            torch.testing.assert_close(gradient, parameter.grad, msg=name, **EXACT)
+        torch.testing.assert_close(found[name], parameter.grad, msg=name, **EXACT)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
@@ -112,35 +113,108 @@ def test_training_goes_on_from_a_checkpoint_with_other_replicas_or_unsplit(
 ) -> None:
     torch.manual_seed(0)
     model, inputs, target, loss_fn = models.tied_row()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.8, 0.9))
     losses, states = [], []
-    for _ in range(4):
+    for _ in range(8):
         optimizer.zero_grad()
         losses.append(unsplit_loss(model, loss_fn, inputs, target, [8]).item())
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         states.append({name: item.clone() for name, item in model.state_dict().items()})
 
-    path = str(tmp_path / "checkpoint")
-    placement = placed(models.tied_row, 2, 2, samples=(2, 2), chunks=2)
-    parts = ranks.run(ranked.train, models.tied_row, placement, 2, 0.1, path, 3)
-    assert parts[1]["losses"] == pytest.approx(losses[:2], abs=1e-10)
-    for first, second in zip(parts[:2], parts[2:], strict=True):
-        assert all(torch.equal(item, second["own"][name]) for name, item in first["own"].items())
-    assert [part["state"] is None for part in parts] == [True, True, True, False]
-    torch.testing.assert_close(parts[3]["state"], states[1], **EXACT)
+    two_by_two = placed(models.tied_row, 2, 2, samples=(2, 2), chunks=2)
+    four_by_one, one = placed(models.tied_row, 4, 1), placed(models.tied_row, 1, 1, chunks=2)
+    paths = ["", *(str(tmp_path / f"{index}") for index in range(4))]
+    rows = [(two_by_two, False), (four_by_one, False), (one, False), (two_by_two, True)]
+    for index, (placement, is_meta) in enumerate(rows):
+        found = ranks.run(
+            ranked.train, models.tied_row, placement, 2, *paths[index : index + 2], is_meta
+        )
+        parts = [part for part in found if part is not None]
+        assert len(parts) == (4 if placement.replicas else 1)
+        stages = len(placement.stages)
+        for part in parts[stages - 1 :: stages]:
+            assert part["losses"] == pytest.approx(losses[2 * index :][:2], abs=1e-10)
+        own, after = joined(parts, "own"), states[2 * index + 1]
+        assert own.keys() == dict(model.named_parameters()).keys()
+        for name, item in own.items():
+            torch.testing.assert_close(item, after[name], msg=name, **EXACT)
+        # a process has no state and no gradient of what another replica owns
+        for part in parts:
+            assert part["with_state"] == [*part["own"]] and part["states"] == len(part["own"])
+            # a copy of the tied weight has a gradient, too
+            assert part["with_gradient"] - {"embedding.weight"} == part["own"].keys() - {
+                "embedding.weight"
+            }
+        assert sum(part["states"] for part in parts) == len(own)
+        assert [part["state"] is None for part in parts] == [True] * (len(parts) - 1) + [False]
+        torch.testing.assert_close(parts[-1]["state"], after, **EXACT)
 
-    others = placed(models.tied_row, 4, 1)
-    assert (
-        ranks.run(ranked.train_on, models.tied_row, others, 2, 0.1, path)
-        == [pytest.approx(losses[2:], abs=1e-10)] * 4
-    )
     state = {"model": model.state_dict()}
     with warnings.catch_warnings():
         # torch warns that it loads without other processes, as it should here
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=paths[1])
     torch.testing.assert_close(dict(state["model"]), states[1], **EXACT)
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(2, 2), (4, 1)])
+def test_processes_divide_parameters_as_one_process_does(
+    ranks: RankPool, replicas: int, stages: int
+) -> None:
+    placement = placed(models.tied_row, replicas, stages)
+    parts = ranks.run(ranked.step, models.tied_row, placement)
+    model = models.tied_row()[0]
+    one = Replication.from_placement(placement, devices.parse)
+    division = owners(
+        model,
+        lambda name: devices.parse(placement.layer_devices[name.partition(".")[0]]),
+        one,
+    )
+    for rank, part in enumerate(parts):
+        expected = [name for name, owner in division.items() if owner.index == rank]
+        assert expected and [*part["gradients"]] == expected
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_replicas_that_train_are_evaluated_by_a_second_pipeline(
+    ranks: RankPool, is_first: bool
+) -> None:
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = models.tied_row()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    placement = placed(models.tied_row, 2, 2, samples=(2, 2), chunks=2)
+    parts = ranks.run(ranked.evaluated, models.tied_row, placement, 2, is_first)
+    for step in range(3):
+        for part in parts[1::2]:
+            torch.testing.assert_close(part[step], model(inputs), msg=f"after {step}", **EXACT)
+        optimizer.zero_grad()
+        unsplit_loss(model, loss_fn, inputs, target, [8])
+        optimizer.step()
+    torch.testing.assert_close(parts[3][-1], dict(model.state_dict()), **EXACT)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1000])
+def test_tensors_of_every_layout_get_the_values_of_their_owners(
+    ranks: RankPool, bucket_bytes: int
+) -> None:
+    expected = [[1.0] * 3, [3.0] * 6, [], [1.0] * 3, [3.0], [0.0] * 4]
+    assert ranks.run(ranked.exchanged, bucket_bytes) == [expected] * 4
+
+
+def test_a_gradient_of_one_replica_reaches_the_owner_that_has_none(ranks: RankPool) -> None:
+    # a replica that has sent its gradient early has none any more
+    assert ranks.run(ranked.sums_of_one_gradient) == [None, None, None, [3.0, 3.0]]
+
+
+def test_a_parameter_that_its_owner_freezes_is_not_trained(ranks: RankPool) -> None:
+    name = "first.weight"
+    parts = ranks.run(ranked.step, models.tied_row, placed(models.tied_row, 2, 2), 1, name)
+    found = joined(parts, "gradients")
+    _, model = unsplit(models.tied_row, [8])
+    assert model.get_parameter(name).grad is not None and found.pop(name) is None
+    for other, gradient in found.items():
+        torch.testing.assert_close(gradient, model.get_parameter(other).grad, msg=other, **EXACT)
 
 
 def test_every_last_stage_has_the_results_of_the_whole_batch(ranks: RankPool) -> None:
@@ -168,6 +242,13 @@ def test_every_last_stage_has_the_results_of_the_whole_batch(ranks: RankPool) ->
             1,
             "group",
             "InputError: the placement has replicas, and the group has 2 of 4 processes: leave",
+        ),
+        (
+            models.chain,
+            1,
+            "second",
+            "InputError: '.*' belongs to processes [01] and [23] since an earlier pipeline of this "
+            "model, and this one has no stage with the same processes: place its layers there, or",
         ),
         (
             models.chain,

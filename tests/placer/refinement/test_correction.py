@@ -273,6 +273,33 @@ def _by_layers(times_ms: Sequence[float]) -> Callable[[Placement], list[StageTim
     return measure
 
 
+@pytest.mark.parametrize(("objective", "passes"), [("step", 2), ("throughput", 1 / 2)])
+def test_replicas_are_corrected_by_the_measurement_of_one_of_them(
+    objective: str, passes: float
+) -> None:
+    request = _request(objective=objective, chunks=4, replicas="auto")
+    first = solve(request)
+    assert [len(members) for members in first.replicas.values()] == [2]
+    real_ms = [*ALONE_MS[:5], 8.0]
+    found = improve(first, request, _by_layers(real_ms), solve)
+    # Each device runs two of four micro-batches. A throughput is of one micro-batch on both.
+    # Without gradients nothing is exchanged.
+    (only,) = found.rounds
+    assert only.predicted_value == pytest.approx(passes * 3 * sum(ALONE_MS))
+    assert only.measured_value == pytest.approx(passes * sum(real_ms))
+    assert found.stop_reason == "converged" and found.placement.replicas == first.replicas
+
+
+def test_replicas_without_a_link_do_not_answer_the_request() -> None:
+    request = _request(objective="step", chunks=4, replicas="auto")
+    first = solve(request)
+    assert first.replicas
+    alone = request.placed_on.model_copy(update={"links": ()})
+    request = request.model_copy(update={"cluster": alone})
+    with pytest.raises(InfeasibleError, match="its replicas need other devices, links or memory"):
+        improve(first, request, _by_layers(ALONE_MS), solve)
+
+
 def test_a_placement_that_proves_busier_than_was_asked_for_is_followed_by_another() -> None:
     request = _request([2.0] * 6, training=False, objective="devices", bottleneck_ms=8.5)
     pins = request.constraints.model_copy(update={"pinned": {"layer3": "cpu:0", "layer4": "cpu:1"}})

@@ -19,13 +19,14 @@ from refined import (
     small_gpt,
     token_loss,
 )
+from replicated import replicated
 from torch import Tensor, nn
 from torch.nn import functional
 
 import placer
 from placer import Placement, PlacementRequest, zoo
 from placer.errors import InputError
-from placer.schema import Constraints, Replica
+from placer.schema import Constraints, LayerMap, Replica
 from placer.testing import logical_devices
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,17 +130,85 @@ def test_a_model_that_computes_its_own_loss_and_returns_an_object_is_refined_wit
     assert all(stage.backward_ms > 0 for stage in found.rounds[0].stages)
 
 
-def test_a_placement_with_replicas_is_refused() -> None:
-    shared = tuple(Replica(device=f"cpu:{number}", samples=1) for number in range(2))
-    placement = Placement(
+@pytest.mark.parametrize(("replicas", "stages"), [(2, 1), (2, 2)])
+def test_the_stages_of_one_replica_are_measured_with_its_share(replicas: int, stages: int) -> None:
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(8, 16)
+    places = [f"cpu:{index}" for index in range(replicas * stages)]
+    placement = replicated(model, replicas, stages, samples=(8,) * replicas, chunks=2)
+    with logical_devices(len(places)):
+        found = placer.profile(model, x, places, training=True, progress=False, repeats=1)
+        refined = placer.refine(placement, model, x, profile=found, rounds=1, timer=flops_clock)
+    (only,) = refined.rounds
+    assert [stage.device for stage in only.stages] == places[:stages]
+    assert sum(stage.forward_ms for stage in only.stages) == flops(lambda: model(x))
+    loss = model(x).mean()
+    assert sum(stage.backward_ms for stage in only.stages) == flops(lambda: loss.backward())  # type: ignore[no-untyped-call]
+    assert only.placement.replicas == placement.replicas
+    # the evaluation of a map by hand takes another way
+    request = PlacementRequest(profile=refined.profile, objective="step", chunks=2 * replicas)
+    given = LayerMap(layer_devices=placement.layer_devices, replicas=placement.replicas)
+    judged = placer.evaluate(request, given, best=False)
+    assert only.measured_value == pytest.approx(judged.objective_value, rel=1e-12)
+
+
+def shared_by(shares: dict[str, tuple[int, ...]]) -> Placement:
+    """A placement of a layer on each of some devices, with replicas of these samples."""
+    replicas = {
+        f"cpu:{10 * stage}": tuple(
+            Replica(device=f"cpu:{10 * stage + number}", samples=size)
+            for number, size in enumerate(sizes)
+        )
+        for stage, sizes in enumerate(shares.values())
+    }
+    return Placement(
         status="optimal",
         objective="step",
-        layer_devices={"a": "cpu:0"},
-        replicas={"cpu:0": shared},
-        batch_size=2,
+        training=True,
+        layer_devices=dict(zip(shares, replicas, strict=True)),
+        replicas={device: members for device, members in replicas.items() if len(members) > 1},
+        batch_size=sum(next(iter(shares.values()))),
     )
-    with pytest.raises(InputError, match="has replicas, which refine does not measure"):
-        placer.refine(placement, nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ({"0": (3, 1)}, r"compute \[1, 3\] samples, and its stages have \(2,\) replicas; refine"),
+        ({"0": (2, 2), "1": (4,)}, r"stages have \(2, 1\) replicas; refine measures equal"),
+    ],
+)
+def test_replicas_that_are_no_equal_pipelines_are_refused(
+    shares: dict[str, tuple[int, ...]], told: str
+) -> None:
+    with pytest.raises(InputError, match=told):
+        placer.refine(shared_by(shares), nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"type": "other"}, "the devices are of the types cpu .*, other; refine measures replicas"),
+        ({"name": "cpu:7"}, "has a replica on 'cpu:1', which the request has not"),
+        ({"objective": "latency"}, "the request asks for objective 'latency' of training, where"),
+        ({"inputs": torch.zeros(4, 2)}, "are a micro-batch of 4, and the profile is of one of 2"),
+        ({"samples": 4}, "the replica is of micro-batches of 4, and the profile is of one of 2"),
+    ],
+)
+def test_replicas_that_do_not_fit_the_request_are_refused(wrong: dict[str, Any], told: str) -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.zeros(2, 2)
+    found = placer.profile(model, x, PLACES, training=True, progress=False, repeats=1)
+    assert found.cluster is not None
+    request = PlacementRequest(profile=found, objective="step", chunks=2)
+    first, second = found.cluster.devices
+    changed = {key: value for key, value in wrong.items() if key in ("type", "name")}
+    devices = (first, second.model_copy(update=changed))
+    cluster = found.cluster.model_copy(update={"devices": devices})
+    request = request.model_copy(
+        update={"cluster": cluster, "objective": wrong.get("objective", "step")}
+    )
+    placement = replicated(model, 2, samples=(wrong.get("samples", 2),) * 2)
+    with pytest.raises(InputError, match=told):
+        placer.refine(placement, model, wrong.get("inputs", x), request=request, timer=flops_clock)
 
 
 def test_a_placement_of_generations_is_refused() -> None:

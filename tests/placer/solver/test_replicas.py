@@ -21,7 +21,7 @@ from placer.solver.replicas import uneven_shares
 from placer.solver.replicas.replica_shapes import shapes
 from placer.solver.replicas.replication import profile_of_share
 from placer.solver.replicas.uneven_shares import _fairest
-from placer.solver.solve import solve
+from placer.solver.solve import predict_pipelines, solve
 
 CASES = math.ceil(600 * SHARE)
 UNLIKE_CASES = math.ceil(300 * SHARE)
@@ -42,6 +42,33 @@ def hold_against_every_shape(request):
 def test_no_number_of_replicas_and_no_assignment_is_better():
     for seed in range(CASES):
         hold_against_every_shape(drawn_request(seed))
+
+
+def test_of_a_given_map_the_same_is_predicted_as_when_it_was_found():
+    seen = 0
+    for seed in range(math.ceil(200 * SHARE)):
+        request = drawn_request(seed)
+        placement = solve(request)
+        if not placement.replicas:
+            continue
+        again = predict_pipelines(request, placement)
+        for name in ("objective_value", "devices", "replicas", "batch_size", "recompute", "id"):
+            assert getattr(again, name) == getattr(placement, name), name
+        unproven = {"choices": ()}
+        assert again.step.model_copy(update=unproven) == placement.step.model_copy(update=unproven)
+        seen += 1
+    assert seen >= 1
+
+
+def test_nothing_is_predicted_of_replicas_that_do_not_fit():
+    request = drawn_request(2, constraints=Constraints())
+    placement = solve(request)
+    assert placement.replicas
+    small = [one.model_copy(update={"memory_bytes": 1}) for one in request.devices]
+    cluster = request.placed_on.model_copy(update={"devices": tuple(small)})
+    assert predict_pipelines(request.model_copy(update={"cluster": cluster}), placement) is None
+    cluster = request.placed_on.model_copy(update={"links": ()})
+    assert predict_pipelines(request.model_copy(update={"cluster": cluster}), placement) is None
 
 
 def test_no_shares_of_unlike_devices_are_better():
