@@ -20,6 +20,7 @@ from placer.capture.pytrees import Structure, flatten, lazy_part
 from placer.errors import InputError
 from placer.executor.engine.fill_drain import to_device
 from placer.executor.state.assignment import Assignment
+from placer.executor.state.expert_weights import stacks_in
 from placer.executor.state.resting_weights import Note, RestingWeights, module_paths
 
 Standing = Callable[[], AbstractContextManager[Any]]
@@ -279,6 +280,7 @@ class HookPath:
         uniform = found.keys() - mixed
         owners = Counter(child for one in self._module.modules() for child in one.children())
         resting = {path for layer in assignment.resting.values() for path in module_paths(layer)}
+        resting.update(stacks_in(self._module, assignment.resting))
         return {
             modules[path]: place
             for path, place in found.items()

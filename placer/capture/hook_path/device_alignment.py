@@ -300,8 +300,8 @@ def _without_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[An
 class BorrowedWeights(Protocol):
     """Weights that a module has on its device only while it runs."""
 
-    def enter(self) -> None:
-        """Provide the weights."""
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Provide the weights for a call of the module with these arguments."""
 
     def leave(self) -> None:
         """Take them away."""
@@ -327,7 +327,7 @@ class Arrival:
             return None
         moved = self._arrivals.enter(self._device).moved((args, kwargs))
         if (weights := self._arrivals.borrowed().get(module)) is not None:
-            weights.enter()
+            weights.enter(*moved)
         return moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Arrival:

@@ -434,6 +434,10 @@ class Decoding:
                 f"{count_text(resting.on_disk, 'parameter')} rest on the disk, and a recording"
                 " cannot read files"
             )
+        if resting is not None and resting.experts:
+            raise CannotRecordError(
+                "experts rest on the host, and which of them are copied depends on the tokens"
+            )
 
     def _opened(
         self,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
@@ -31,10 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
+from placer.capture.hook_path.device_alignment import BorrowedWeights
 from placer.devices import FileReader, Lane, MappedFile, Mark
 from placer.errors import InputError
 from placer.executor.segments import Segment, Step
+from placer.executor.state import expert_weights
 from placer.executor.state.assignment import Assignment
+from placer.executor.state.expert_weights import ChosenExperts, stacks_in
 
 Copying: TypeAlias = Mark | Future[Mark]
 """A copy into a slot: its mark, or the future of it that a reader of files returned."""
@@ -157,6 +160,7 @@ class Unit:
         number: of the slot.
         parts: the modules that read them, one after another; 1 for a captured layer.
         files: of parameters that rest on the disk, by the ``id`` of each.
+        chosen: the ``id`` of each parameter of experts, which are copied as they are chosen.
 
     Attributes:
         views: in the slot, one for each parameter.
@@ -174,12 +178,13 @@ class Unit:
         number: int,
         parts: int = 1,
         files: Mapping[int, MappedFile] = MappingProxyType({}),
+        chosen: Collection[int] = (),
     ) -> None:
         self.slots, self.number = slots, number
         self.successor: Unit | None = None
         self.next: Unit | None = None
         self.parts = parts
-        self._parameters, self._files = parameters, files
+        self._parameters, self._files, self._chosen = parameters, files, chosen
         with torch.inference_mode(False), torch.no_grad():
             memory = slots.memory[number]
             self.views = [
@@ -203,6 +208,8 @@ class Unit:
         ):
             mapped = []
             for view, parameter in zip(self.views, self._parameters, strict=True):
+                if id(parameter) in self._chosen:
+                    continue
                 if (file := self._files.get(id(parameter))) is not None:
                     mapped.append((parameter, view, file))
                 else:
@@ -406,7 +413,7 @@ class ModuleWeights:
         # a stack, since a module may call itself
         self._originals: list[list[Any]] = []
 
-    def enter(self) -> None:
+    def enter(self, *_: Any) -> None:
         """Put the copies in the slot in the parameters' place."""
         # The lock is held until ``leave``, so that no other thread runs the module with the copies.
         lock = self._unit.slots.lock
@@ -441,6 +448,7 @@ class RestingWeights:
 
     Attributes:
         by_module: what runs before and after each module whose parameters rest.
+        experts: the paths of modules of experts that are copied as tokens choose them.
         on_disk: the number of parameters that rest on the disk.
         lock: held by the thread that runs a pass, or a module whose parameters rest.
     """
@@ -458,6 +466,10 @@ class RestingWeights:
             for name in on_disk
             if (file := mapped.of(parameters[name])) is not None
         }
+        stacks = stacks_in(module, assignment.resting)
+        size = sum(parameters[name].nbytes for names in stacks.values() for name in names)
+        self.experts = stacks if size >= expert_weights.LEAST_BYTES else {}
+        self._chosen = {id(parameters[name]) for names in self.experts.values() for name in names}
         layers: defaultdict[str, list[str]] = defaultdict(list)
         for name, layer in assignment.resting.items():
             layers[layer].append(name)
@@ -475,7 +487,7 @@ class RestingWeights:
             for place, size in sizes.items()
         }
         self._units: defaultdict[torch.device, list[Unit]] = defaultdict(list)
-        self.by_module: dict[nn.Module, ModuleWeights] = {}
+        self.by_module: dict[nn.Module, BorrowedWeights] = {}
         for layer in order:
             self._add(layer, layers[layer], parameters, places[layer])
         for units in self._units.values():
@@ -492,7 +504,7 @@ class RestingWeights:
         paths = [path for path in module_paths(layer) if any(_is_in(name, path) for name in names)]
         number = len(self._units[place]) % SLOTS
         own = [parameters[name] for name in names]
-        unit = Unit(own, self._slots[place], number, len(paths), self._files)
+        unit = Unit(own, self._slots[place], number, len(paths), self._files, self._chosen)
         self._units[place].append(unit)
         for path in paths:
             owners = [
@@ -503,6 +515,12 @@ class RestingWeights:
             self.by_module[self._module.get_submodule(path)] = ModuleWeights(
                 unit, owners, self._noting
             )
+        views = dict(zip(names, unit.views, strict=True))
+        for path, stacks in self.experts.items():
+            if stacks[0] in views:
+                module = self._module.get_submodule(path)
+                rows = [(parameters[name], views[name]) for name in stacks]
+                self.by_module[module] = ChosenExperts(module, rows, self.by_module.get(module))
 
     @property
     def slots(self) -> list[Slots]:
