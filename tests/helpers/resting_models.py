@@ -31,6 +31,45 @@ def pair(width: int = 32) -> tuple[Any, Any]:
     return model, copy.deepcopy(model)
 
 
+EXPERTS, CHOSEN = 8, 2
+
+
+def mixture(how: str, width: int = 32) -> tuple[Any, Any]:
+    """Return a mixture of experts with six blocks, and an equal one that stays unsplit.
+
+    Args:
+        how: how transformers computes experts.
+        width: of the hidden states.
+    """
+    library = transformers()
+    torch.manual_seed(0)
+    config = library.Qwen3MoeConfig(
+        vocab_size=60,
+        hidden_size=width,
+        intermediate_size=width,
+        moe_intermediate_size=width // 2,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        max_position_embeddings=64,
+        experts_implementation=how,
+    )
+    model = library.Qwen3MoeForCausalLM(config).eval()
+    return model, copy.deepcopy(model)
+
+
+def spoil(flow: DataFlow) -> None:
+    """Let weights that are read without a copy give no number; the slots must exist."""
+    resting = flow.placed.hooks.resting
+    assert resting is not None
+    for slots in resting.slots:
+        for memory in slots.memory:
+            memory.fill_(255)
+
+
 def blocks(numbers: Collection[int]) -> list[str]:
     """Return the names of blocks."""
     return [f"model.layers.{number}" for number in numbers]

@@ -160,7 +160,7 @@ class Unit:
         number: of the slot.
         parts: the modules that read them, one after another; 1 for a captured layer.
         files: of parameters that rest on the disk, by the ``id`` of each.
-        chosen: the ``id`` of each parameter of experts, which are copied as they are chosen.
+        chosen: the ``id`` of each parameter of experts, which others copy once they are chosen.
 
     Attributes:
         views: in the slot, one for each parameter.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from resting_models import LAYERS, blocks, pair, placed
+from resting_models import LAYERS, blocks, mixture, pair, placed, spoil
 from torch import Tensor
 
 from placer import DataFlow, devices
+from placer.executor.state import expert_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
@@ -58,3 +59,20 @@ def test_generations_in_flight_take_turns_at_the_slots() -> None:
     found = list(flow.generate_many(prompts, in_flight=2, **OPTIONS))
     for prompt, text in zip(prompts, found, strict=True):
         assert text.tolist() == reference.generate(prompt, **OPTIONS).tolist()
+
+
+@pytest.mark.parametrize("how", ["eager", "grouped_mm"])
+def test_a_mixture_gets_the_experts_that_its_tokens_choose(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_weights, "LEAST_BYTES", 1)
+    model, reference = mixture(how, WIDTH)
+    reference.cuda(0)
+    flow = placed(model, PLACES, blocks([0, 1, 2, 4, 5]), 3)
+    for seed in (1, 2):
+        with flow.applied() as applied:
+            applied(_ids(seed))
+            spoil(flow)
+            found = applied.generate(_ids(seed), **OPTIONS)
+        assert found.tolist() == reference.generate(_ids(seed), **OPTIONS).tolist()
+    assert "experts rest on the host" in flow.generation_report.not_recorded_because
