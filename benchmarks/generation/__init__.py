@@ -7,10 +7,11 @@ cache with torch.compile is a peer, too. All of them run equal models of transfo
 prompts and take turns. A row says whether they make the same tokens. Without GPUs, a tiny model on
 CPU stand-ins only shows that the benchmark runs.
 
-Further cases, of which all but the first three need two devices or more:
+Further cases, of which all but the first four need two devices or more:
 
     host       a part of the weights is in the host's memory, on one device
     disk       the same on the disk
+    experts    a mixture of experts whose layers are in the host's memory, on one device
     predicted  the predictions of times and memory
     large      a model that no single GPU holds: one text
     in_flight  the same model: several groups of sequences at once
@@ -63,9 +64,13 @@ HOST = "host"
 DISK = "disk"
 """The name of the case with weights on the disk."""
 
+EXPERTS = "experts"
+"""The name of the case with experts on the host."""
+
 CASES = (
     HOST,
     DISK,
+    EXPERTS,
     predicted.PREDICTED,
     copies.COPIES,
     in_flight.LARGE,
@@ -95,7 +100,8 @@ def run() -> list[dict[str, Any]]:
         rows += _single()
     alone = {
         HOST: host.rows,
-        DISK: partial(host.rows, tier="disk"),
+        DISK: partial(host.rows, kind=host.DISK),
+        EXPERTS: partial(host.rows, kind=host.EXPERTS),
         predicted.PREDICTED: predicted.rows,
     }
     for name, turn in alone.items():

@@ -6,6 +6,9 @@ offloads the same ones. Files were just written, so reads mostly find them in th
 for both. The models are made on ``meta`` and have equal random weights, which are
 filled on the GPU, layer by layer.
 
+The third kind is a mixture with the shapes of Qwen3's 30 billion parameters, but with 6 layers of
+48, all of which rest on the host: a token chooses 8 of the 128 experts of a layer.
+
 On CPU stand-ins, a tiny model only shows that the benchmark runs; its map is given, since stand-ins
 have no link to the host.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -27,14 +31,28 @@ from .engine import shown
 PEER = "accelerate's dispatch_model, the same layers offloaded"
 RESIDENT = "ours, all weights on the device"
 
-_TURNS = {"host": 3, "disk": 1}
-"""Most turns: accelerate takes more than a second for a token."""
 
-_NEW = {"host": 32, "disk": 8}
-"""Tokens of a text."""
+@dataclass(frozen=True)
+class Kind:
+    """A model of which a part rests.
 
-_BEFORE = 3
-"""Texts before the timed ones: the third prompt of a length is recorded."""
+    Attributes:
+        tier: where weights rest, "host" or "disk".
+        turns: the most turns; accelerate takes more than a second for a token.
+        new: tokens of a text.
+        before: texts before the timed ones; the third prompt of a length is recorded.
+        is_mixture: whether the model is the mixture of experts.
+    """
+
+    tier: str
+    turns: int
+    new: int
+    before: int = 3
+    is_mixture: bool = False
+
+
+HOST, DISK = Kind("host", 3, 32), Kind("disk", 1, 8)
+EXPERTS = Kind("host", 2, 8, before=1, is_mixture=True)
 
 _HOST_BYTES = 7_500_000_000
 """Weights that are to rest on the host."""
@@ -46,12 +64,12 @@ _TARGET_MS = 170.0
 """The requested time of a token: 7.5 GB cross a link of 55 GB/s in 136 ms."""
 
 
-def rows(turns: int, tier: str = "host") -> Iterator[dict[str, Any]]:
+def rows(turns: int, kind: Kind = HOST) -> Iterator[dict[str, Any]]:
     """Yield the time of a token, the prediction, and whether the tokens are equal.
 
     Args:
         turns: how often each engine runs.
-        tier: where weights rest, "host" or "disk".
+        kind: of the model.
     """
     import torch
 
@@ -64,38 +82,46 @@ def rows(turns: int, tier: str = "host") -> Iterator[dict[str, Any]]:
             stack.enter_context(logical_devices(1))
         place = cases.places(1)[0]
         folder = stack.enter_context(TemporaryDirectory())
-        batch, length, new = (2, 8, 6) if cases.is_small() else (1, 512, _NEW[tier])
+        batch, length, new = (2, 8, 6) if cases.is_small() else (1, 512, kind.new)
         ids = torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(0))
-        placement = _placement(place, ids, new, tier)
-        engines = {"ours": _ours(place, placement, stack, folder)}
+        placement = _placement(place, ids, new, kind)
+        engines = {"ours": _ours(place, placement, stack, folder, kind)}
         # without a GPU, accelerate has no device to offload from
         if not cases.on_gpus():
             everything = placement.model_copy(update={"resting": {}})
-            engines[RESIDENT] = _ours(place, everything, stack, folder)
+            engines[RESIDENT] = _ours(place, everything, stack, folder, kind)
         elif find_spec("accelerate") is not None:
-            engines[PEER] = _dispatched(place, placement.resting, folder)
+            engines[PEER] = _dispatched(place, placement.resting, folder, kind)
         times: dict[str, list[float]] = {name: [] for name in engines}
         texts = {}
         for name, generate in engines.items():
-            for _ in range(_BEFORE):
+            for _ in range(kind.before):
                 texts[name] = _timed(generate, ids.to(place), new)[1]
-        for turn in range(min(turns, _TURNS[tier])):
+        for turn in range(min(turns, kind.turns)):
             for name in list(engines) if turn % 2 == 0 else reversed(engines):
                 prompt_ms, _ = _timed(engines[name], ids.to(place), 1)
                 whole_ms, texts[name] = _timed(engines[name], ids.to(place), new)
                 times[name].append((whole_ms - prompt_ms) / (new - 1))
     size = sum(load.resting_bytes for load in placement.devices)
-    kind = "tiny Llama" if cases.is_small() else "Llama of 6.7 billion parameters, bf16"
-    what = f"{len(placement.resting)} of {len(placement.layer_devices)} layers on the {tier}"
+    what = f"{len(placement.resting)} of {len(placement.layer_devices)} layers on the {kind.tier}"
     if size:
-        what = f"{size / 1e9:.2f} GB of the weights on the {tier}"
+        what = f"{size / 1e9:.2f} GB of the weights on the {kind.tier}"
     yield from _rows(
-        f"{kind}, {what}, {batch} x {length} tokens and {new} more, one device",
+        f"{_name(kind)}, {what}, {batch} x {length} tokens and {new} more, one device",
         times,
         texts,
         placement.generation.token_ms if placement.generation is not None else None,
-        tier,
+        kind,
     )
+
+
+def _name(kind: Kind) -> str:
+    from ..executor import cases
+
+    if cases.is_small():
+        return "tiny mixture" if kind.is_mixture else "tiny Llama"
+    parameters = "4.4" if kind.is_mixture else "6.7"
+    return f"{'mixture' if kind.is_mixture else 'Llama'} of {parameters} billion parameters, bf16"
 
 
 def _rows(
@@ -103,22 +129,22 @@ def _rows(
     times: Mapping[str, list[float]],
     texts: Mapping[str, list[list[int]]],
     predicted_ms: float | None,
-    tier: str,
+    kind: Kind,
 ) -> Iterator[dict[str, Any]]:
     from ..executor import cases
 
     ours = median(times["ours"])
     yield record.row(
         case,
-        f"a token of each text, weights copied from the {tier}",
+        f"a token of each text, weights copied from the {kind.tier}",
         "ms",
         shown(ours),
         spread=(shown(min(times["ours"])), shown(max(times["ours"]))),
-        target=_TARGET_MS if tier == "host" and not cases.is_small() else None,
+        target=_TARGET_MS if kind == HOST and not cases.is_small() else None,
         peers={name: shown(median(found)) for name, found in times.items() if name != "ours"},
     )
     # Predictions are for reads from the disk itself, not from the page cache.
-    if predicted_ms is not None and tier == "host":
+    if predicted_ms is not None and kind.tier == "host":
         error = 100.0 * abs(predicted_ms / ours - 1)
         yield record.row(
             case,
@@ -140,19 +166,21 @@ def _rows(
         yield record.row(case, f"tokens equal to the tokens of: {name}", "%", share)
 
 
-def _placement(place: Any, ids: Any, new: int, tier: str) -> Any:
+def _placement(place: Any, ids: Any, new: int, kind: Kind) -> Any:
     """Return a placement whose weights rest in part."""
     from placer import GenerationOptions, Placement, suggest
 
     from ..executor import cases
 
-    if cases.is_small():
-        layers = {name: str(place) for name in _parts(4)}
-        resting = {f"model.layers.{number}": tier for number in (0, 1, 3)}
+    if cases.is_small() or kind.is_mixture:
+        count = 4 if cases.is_small() else models.MIXTURE_LAYERS
+        layers = {name: str(place) for name in _parts(count)}
+        numbers = range(count) if kind.is_mixture else (0, 1, 3)
+        resting = {f"model.layers.{number}": kind.tier for number in numbers}
         return Placement(
             status="feasible", objective="generation", layer_devices=layers, resting=resting
         )
-    model = _on_meta()
+    model = _on_meta(kind)
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
     layer = sum(one.numel() * one.element_size() for one in model.model.layers[0].parameters())
     return suggest(
@@ -163,25 +191,25 @@ def _placement(place: Any, ids: Any, new: int, tier: str) -> Any:
         objective="generation",
         generation=GenerationOptions(prompt_tokens=ids.shape[1], new_tokens=new),
         granularity="blocks",
-        **{"host": {"host_memory_bytes": "64GiB"}, "disk": {"disk_bytes": "64GiB"}}[tier],
+        **{"host": {"host_memory_bytes": "64GiB"}, "disk": {"disk_bytes": "64GiB"}}[kind.tier],
     )
 
 
-def _on_meta() -> Any:
+def _on_meta(kind: Kind) -> Any:
     """Return a model on ``meta``, with the values of its buffers."""
     from placer import on_meta
 
     from ..executor import cases
 
     with on_meta():
-        return models.llama(cases.is_small())
+        return (models.mixture if kind.is_mixture else models.llama)(cases.is_small())
 
 
-def _model(place: Any, resting: Collection[str]) -> Any:
+def _model(place: Any, resting: Collection[str], kind: Kind) -> Any:
     """Return the model with its weights, which are equal each time, on the device and the host."""
     import torch
 
-    model = _on_meta()
+    model = _on_meta(kind)
     torch.manual_seed(0)
     for name in _parts(len(model.model.layers)):
         part = model.get_submodule(name)
@@ -204,10 +232,12 @@ def _parts(layers: int) -> list[str]:
     return ["model.embed_tokens", *blocks, "model.norm", "lm_head"]
 
 
-def _ours(place: Any, placement: Any, stack: ExitStack, folder: str) -> Callable[..., Any]:
+def _ours(
+    place: Any, placement: Any, stack: ExitStack, folder: str, kind: Kind
+) -> Callable[..., Any]:
     from placer import DataFlow
 
-    model = _model(place, placement.resting)
+    model = _model(place, placement.resting, kind)
     flow = DataFlow(model, [place], inference_only=True, disk_folder=folder)
     flow.update_flow(placement)
     stack.callback(flow.undo)
@@ -224,10 +254,12 @@ def _ours(place: Any, placement: Any, stack: ExitStack, folder: str) -> Callable
     return generate
 
 
-def _dispatched(place: Any, resting: Mapping[str, str], folder: str) -> Callable[..., Any]:
+def _dispatched(
+    place: Any, resting: Mapping[str, str], folder: str, kind: Kind
+) -> Callable[..., Any]:
     from accelerate import dispatch_model
 
-    model = _model(place, resting)
+    model = _model(place, resting, kind)
     parts = [*_parts(len(model.model.layers)), "model.rotary_emb"]
     names = {"host": "cpu", "disk": "disk"}
     where = {name: names[resting[name]] if name in resting else place.index for name in parts}

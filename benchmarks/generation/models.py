@@ -10,6 +10,9 @@ from typing import Any
 LARGE_LAYERS = 80
 """Layers of a Llama with 70 billion parameters."""
 
+MIXTURE_LAYERS = 6
+"""Layers of the mixture of experts, of the 48 of the model with its shapes."""
+
 _READ_BYTES = 4 * 2**30
 """Bytes that are read to measure a GPU's bandwidth: far more than its cache holds."""
 
@@ -74,6 +77,32 @@ def llama(is_tiny: bool) -> Any:
         torch_dtype=dtype,
     )
     return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def mixture(is_tiny: bool) -> Any:
+    """Return a mixture of experts on the default device in use, which is ``meta`` if it is large.
+
+    It has the shapes of Qwen3 with 30 billion parameters, but fewer layers.
+    """
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    width, inner, layers, heads = (64, 32, 4, 4) if is_tiny else (2048, 768, MIXTURE_LAYERS, 32)
+    dtype = torch.float32 if is_tiny else torch.bfloat16
+    config = Qwen3MoeConfig(
+        vocab_size=100 if is_tiny else 151936,
+        hidden_size=width,
+        intermediate_size=8 * inner,
+        moe_intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 8),
+        head_dim=128 if not is_tiny else 16,
+        num_experts=128 if not is_tiny else 8,
+        num_experts_per_tok=8 if not is_tiny else 2,
+        torch_dtype=dtype,
+    )
+    return Qwen3MoeForCausalLM(config).to(dtype).eval()
 
 
 def small_llama(is_tiny: bool) -> Any:

@@ -14,6 +14,7 @@ import torch
 from model_list import transformers
 
 import placer
+from placer.executor.state import expert_weights
 
 
 @pytest.fixture
@@ -89,18 +90,26 @@ def test_on_a_single_device_the_whole_model_is_there(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(
+    "case, what",
+    [
+        ("host", "Llama, 3 of 7 layers on the host"),
+        ("disk", "Llama, 3 of 7 layers on the disk"),
+        ("experts", "mixture, 4 of 7 layers on the host"),
+    ],
+)
 def test_weights_that_rest_give_the_tokens_of_weights_on_the_device(
-    tier: str, monkeypatch: pytest.MonkeyPatch
+    case: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers()
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setenv("PLACER_GENERATION_ENGINES", tier)
+    monkeypatch.setenv("PLACER_GENERATION_ENGINES", case)
+    monkeypatch.setattr(expert_weights, "LEAST_BYTES", 1)
     module = importlib.import_module("benchmarks.generation")
     monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setattr(module.record, "known", lambda name: [])
     first, same = module.run()
-    assert f"3 of 7 layers on the {tier}" in first["case"]
+    assert what in first["case"]
     assert first["value"] > 0 and list(first["peers"]) == [same["measure"].partition(": ")[2]]
     assert same["value"] == 100.0
 
