@@ -249,6 +249,12 @@ class _Placed:
                 "run; give one that was solved without host_memory_bytes and disk_bytes, or run "
                 "this one in one process, by DataFlow.update_flow"
             )
+        if placement.optimizer_state == "host":
+            raise PlacementError(
+                "optimizer state rests on the host in this placement, which placer.distributed "
+                "does not run; give one that was solved with optimizer_state='device', or run this "
+                "one in one process, by DataFlow.update_flow"
+            )
         # a solved placement also names the replicas that recompute
         first = {
             replica.device: name

@@ -31,6 +31,7 @@ from placer.solver import generation
 from placer.solver.answer import single_device
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
+from placer.solver.state_on_host import asked_with
 from placer.solver.step import step_answer
 from placer.solver.step.choices import best_for, question_of, questions
 from placer.utils.option_checks import require_flags
@@ -195,12 +196,13 @@ def evaluated(
         given: Map.
         best: Known placement of the request.
         chosen_by: Placement from which the map comes. Objective ``step`` uses its micro-batches and
-            schedule if the request allows them, and else the best choice for the map.
+            schedule if the request allows them, and else the best choice for the map. Of
+            optimizer state that may be on the host if nothing fits otherwise, its place is taken.
 
     Raises:
         InputError: The replicas do not fit the map, or the request has no replicas.
     """
-    form, request = request.for_format, expressible(request)
+    form, request = request.for_format, expressible(asked_with(request, chosen_by))
     where, replicas = given.layer_devices, given.replicas
     if replicas:
         require_replicas_fit(request, where, replicas, form)
