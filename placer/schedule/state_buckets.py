@@ -5,9 +5,8 @@ stepped while the other is copied. A parameter that is larger than a bucket has 
 """
 
 BUCKET_BYTES = 64 * 2**20
-"""Bytes of state and gradients in a bucket. A host link of 55 GB/s moves them in 1.2 ms, which is
-more than the host needs to start the optimizer's kernels. Two buckets are a small part of a
-device's memory."""
+"""Bytes of state and gradients in a bucket. A host link of 55 GB/s moves them in 1.2 ms, next to
+which its latency is small. Two buckets are a small part of a device's memory."""
 
 BUFFERS = 2
 """Buffers of a device, in addition to the one for a parameter that is larger than a bucket."""

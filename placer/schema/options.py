@@ -276,7 +276,7 @@ class SolveOptions(Wire):
     ``device``: with its parameters. ``host``: in pinned memory of each device's host. Each step
     copies it to the device and back, in buckets, and takes longer for it; two buckets count as
     reserved on every device. ``auto``: on the host only if nothing fits otherwise. See the page
-    about optimizer state in the documentation."""
+    about optimizer state on the host in the documentation."""
 
 
 class BatchOptions(Wire):

@@ -88,7 +88,8 @@ def on_host(request: PlacementRequest) -> PlacementRequest:
     """Return the request whose answers are those with optimizer state on the host.
 
     Args:
-        request: for training; all devices have rates to and from their host's memory.
+        request: for training. All devices have rates to and from their host's memory, unless only
+            memory counts.
     """
     buffers = buffer_bytes(request.profile)
     devices = tuple(
@@ -124,9 +125,8 @@ def _seconds_per_byte(devices: tuple[Device, ...]) -> dict[str, float]:
     """Return by type the time to copy a byte from the host's memory and back."""
     found: dict[str, float] = {}
     for device in devices:
-        assert device.to_host is not None and device.from_host is not None
         rates = (device.to_host, device.from_host)
-        time_s = sum(1 / rate.bandwidth_bytes_per_s for rate in rates)
+        time_s = sum(1 / rate.bandwidth_bytes_per_s for rate in rates if rate is not None)
         found[device.type] = max(found.get(device.type, 0.0), time_s)
     return found
 

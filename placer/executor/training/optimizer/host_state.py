@@ -71,7 +71,7 @@ class _Bucket:
     def entries_of(
         self, optimizer: torch.optim.Optimizer
     ) -> list[tuple[dict[str, Any] | None, int]]:
-        """Return ``entries`` as they are now."""
+        """Return the current ``entries``."""
         # ``get``, since indexing would make an empty state
         found = [optimizer.state.get(one) for one in self.parameters]
         return [(state, len(state or ())) for state in found]
@@ -171,7 +171,7 @@ class HostState:
                 loading.unload(bucket)
                 bucket.put([view for _, _, view in bucket.places])
             if not is_same or not bucket.rests(self.optimizer):
-                # the first step, or tensors that the optimizer made anew
+                # the first step, or tensors that the optimizer replaced
                 loading.finish()
                 self._pack(bucket)
 
@@ -362,7 +362,10 @@ def _load_to_host(optimizer: torch.optim.Optimizer) -> None:
             own = chain.from_iterable(group["params"] for group in loaded.param_groups)
             parameters = dict(zip(keys, own, strict=True))
             for key, state in given["state"].items():
-                one = parameters.get(key, key)
+                one = parameters.get(key)
+                if one is None:
+                    loaded.state[key] = state  # of no parameter
+                    continue
                 loaded.state[one] = {
                     name: _as_loaded(value, name, one) for name, value in state.items()
                 }
