@@ -202,7 +202,22 @@ def evaluated(
     Raises:
         InputError: The replicas do not fit the map, or the request has no replicas.
     """
-    form, request = request.for_format, expressible(asked_with(request, chosen_by))
+    found = _evaluated(asked_with(request, chosen_by), given, best, chosen_by)
+    is_open = request.optimizer_state == "auto" and chosen_by is None
+    if is_open and any(fault.kind == "out-of-memory" for fault in found.faults):
+        on_host = request.model_copy(update={"optimizer_state": "host"})
+        return _evaluated(asked_with(on_host, None), given, best, None)
+    return found
+
+
+def _evaluated(
+    request: PlacementRequest,
+    given: LayerMap,
+    best: Placement | None,
+    chosen_by: Placement | None,
+) -> Evaluation:
+    """Return what ``evaluated`` does, for a request whose optimizer state has its place."""
+    form, request = request.for_format, expressible(request)
     where, replicas = given.layer_devices, given.replicas
     if replicas:
         require_replicas_fit(request, where, replicas, form)

@@ -29,6 +29,7 @@ from fractions import Fraction
 
 from placer.schedule.state_buckets import BUCKET_BYTES, BUFFERS
 from placer.schema import Device, Layer, Placement, PlacementRequest, Profile
+from placer.utils.units import bytes_text
 
 Solve = Callable[[PlacementRequest], Placement]
 
@@ -56,6 +57,13 @@ def solved(request: PlacementRequest, solve: Solve) -> Placement:
         limit_s = {"time_limit_s": (1 - SHARE) * request.time_limit_s}
         plain = plain.model_copy(update=limit_s)
     found = solve(on_host(plain)).model_copy(update={**header, "optimizer_state": "host"})
+    if found.infeasible is not None:
+        reason = (
+            f"{found.infeasible.reason}; this is with optimizer state on the host, whose buffers "
+            f"take {bytes_text(buffer_bytes(request.profile))} of every limit"
+        )
+        why = found.infeasible.model_copy(update={"reason": reason})
+        found = found.model_copy(update={"infeasible": why})
     is_proven = on_device is None or on_device.status == "infeasible"
     return found if is_proven else _without_proof(found)
 

@@ -217,6 +217,14 @@ def test_the_step_and_the_limits_are_as_written() -> None:
     assert "optimizer   its state rests on the host" in "\n".join(proven(found))
 
 
+def test_the_reason_why_nothing_fits_has_the_buffers() -> None:
+    found = solve(_fitting(cluster=_cluster([1900 * MIB] * 2), optimizer_state="auto"))
+    assert found.infeasible is not None
+    assert found.infeasible.reason.endswith(
+        "this is with optimizer state on the host, whose buffers take 1.1 GiB of every limit"
+    )
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -275,17 +283,31 @@ def test_the_referee_refuses_the_host_where_a_placement_fits_the_devices() -> No
     assert solve(auto).optimizer_state == "device"
 
 
-def test_a_map_is_judged_with_the_state_where_it_is_asked_for() -> None:
-    where = {"a": "d0", "b": "d1"}
-    assert evaluate(_fitting(), where, best=False).valid
-    assert evaluate(_fitting(optimizer_state="device"), where, best=False).valid
-    together = {"a": "d0", "b": "d0"}
-    wide = _cluster([3300 * MIB] * 2)
-    assert evaluate(_fitting(cluster=wide), together, best=False).valid
-    small = _fitting(cluster=wide, optimizer_state="device")
-    assert [fault.kind for fault in evaluate(small, together, best=False).faults] == [
-        "out-of-memory"
-    ]
+@pytest.mark.parametrize(
+    ("place", "devices", "optimizer"),
+    [
+        ("device", "d0 d1", "own"),
+        ("host", "d0 d1", "copies"),
+        ("auto", "d0 d1", "own"),
+        ("device", "d0 d0", None),
+        ("host", "d0 d0", "copies of both"),
+        ("auto", "d0 d0", "copies of both"),
+    ],
+)
+def test_a_map_is_judged_with_the_state_where_it_is_asked_for(
+    place: str, devices: str, optimizer: str | None
+) -> None:
+    request = _fitting(cluster=_cluster([3300 * MIB] * 2), optimizer_state=place)
+    where = dict(zip("ab", devices.split(), strict=True))
+    found = evaluate(request, where, best=False)
+    assert found.valid == (optimizer is not None)
+    if optimizer is None:
+        (fault,) = found.faults
+        assert fault.kind == "out-of-memory"
+        return
+    copies_ms = 2**30 / 50e6 + 2**30 / 25e6
+    times_ms = {"own": 1.0, "copies": copies_ms, "copies of both": 2 * copies_ms}
+    assert found.objective_value == pytest.approx(6 + times_ms[optimizer])
 
 
 def test_a_timeline_ends_with_the_copies() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ def _batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def _allocated() -> list[int]:
+    gc.collect()
     devices.synchronise_all()
     return [*map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))]
 

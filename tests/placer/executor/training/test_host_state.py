@@ -18,6 +18,7 @@ from unverified import unverified
 from placer import DataFlow, InputError, devices
 from placer.executor.training.optimizer import optimizer_update
 from placer.executor.training.optimizer.host_state import HostState
+from placer.schema import DeviceLoad, MemoryUse, Placement
 from placer.testing import logical_devices
 
 BUCKET_BYTES = 1000
@@ -264,6 +265,45 @@ def test_stages_with_replicas_keep_their_parts_of_the_state_on_the_host() -> Non
     _same_state(mine, theirs)
     assert _places(mine) == {devices.HOST}
     assert len({devices.location(one) for one in model.parameters()}) == 4
+
+
+def test_a_step_follows_the_placement_and_undo_forgets_it(recwarn: pytest.WarningsRecorder) -> None:
+    model, whole, mine, theirs = _pair(OPTIMIZERS["Adam foreach"])
+    flow = unverified(DataFlow(model))
+    where = {name: f"cpu:{number % 2}" for number, name in enumerate(flow.layer_gpus)}
+    loads = tuple(
+        DeviceLoad(
+            device=name,
+            layers=4,
+            compute_ms=1.0,
+            send_ms=0.0,
+            receive_ms=0.0,
+            load_ms=1.0,
+            memory=MemoryUse(),
+            limit_bytes=2**30,
+            bottleneck=False,
+        )
+        for name in ("cpu:0", "cpu:1")
+    )
+    placement = Placement(
+        status="feasible",
+        objective="step",
+        training=True,
+        contiguous=False,
+        layer_devices=where,
+        devices=loads,
+        optimizer_state="host",
+    )
+    flow.update_flow(placement)
+    _train(flow.train_step(functional.mse_loss, mine), range(2))
+    _train_unsplit(whole, theirs, range(2))
+    _same_parameters(model, whole)
+    assert _places(mine) == {devices.HOST}
+    # the optimizer's memory is not compared with state on the devices
+    assert not [one for one in recwarn if "needs other memory" in str(one.message)]
+    flow.undo()
+    flow.update_flow()
+    assert not flow.train_step(functional.mse_loss, mine).update.is_on_host
 
 
 def test_a_copy_of_a_step_has_state_of_its_own() -> None:
