@@ -41,7 +41,7 @@ class _Bucket:
 
     Attributes:
         device: the device.
-        parameters: as in the optimizer.
+        groups: the parameters, by the number of their group in the optimizer.
         buffer: the number of the device's buffer for the state.
         block: the state on the host, one tensor after another; None before the first step.
         places: of each tensor of the state: the parameter's state, the name in it, and the tensor
@@ -50,11 +50,16 @@ class _Bucket:
     """
 
     device: torch.device
-    parameters: list[Tensor]
+    groups: dict[int, list[Tensor]]
     buffer: int
     block: Tensor | None = None
     places: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
     entries: list[tuple[dict[str, Any] | None, int]] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of all groups."""
+        return [*chain.from_iterable(self.groups.values())]
 
     def rests(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether all of the state is in the block."""
@@ -114,7 +119,7 @@ class HostState:
         self._courier = Courier()
         self._buckets: list[_Bucket] = []
         self._blocks = PinnedBlocks(0)
-        self._planned: list[tuple[int, torch.device]] = []
+        self._planned: list[tuple[int, int, torch.device]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer, "bucket_bytes": self.bucket_bytes}
@@ -179,43 +184,46 @@ class HostState:
     def _only(self, bucket: _Bucket) -> Iterator[None]:
         """Let the optimizer hold only the parameters of a bucket inside the block."""
         groups = self.optimizer.param_groups
-        held = [group["params"] for group in groups]
-        chosen = set(map(id, bucket.parameters))
+        chosen = [groups[number] for number in bucket.groups]
+        held = [group["params"] for group in chosen]
         try:
-            for group, own in zip(groups, held, strict=True):
-                group["params"] = [one for one in own if id(one) in chosen]
-            self.optimizer.param_groups = [group for group in groups if group["params"]]
+            for group, own in zip(chosen, bucket.groups.values(), strict=True):
+                group["params"] = own
+            self.optimizer.param_groups = chosen
             yield
         finally:
             self.optimizer.param_groups = groups
-            for group, own in zip(groups, held, strict=True):
+            for group, own in zip(chosen, held, strict=True):
                 group["params"] = own
 
     def _plan(self) -> None:
         """Divide the parameters into buckets, unless parameters and devices are the same."""
-        parameters = [one for group in self.param_groups for one in group["params"]]
-        found = [(id(one), devices.location(one)) for one in parameters]
+        parameters = [
+            (number, one)
+            for number, group in enumerate(self.param_groups)
+            for one in group["params"]
+        ]
+        found = [(number, id(one), devices.location(one)) for number, one in parameters]
         if found == self._planned:
             return
         with devices.unobserved():
             state = OptimizerState(self.optimizer)
-            sizes = [state.bytes(one) for one in parameters]
+            sizes = [state.bytes(one) for _, one in parameters]
         self._blocks = PinnedBlocks(sum(sizes))
         self._buckets = []
         open_now: dict[torch.device, tuple[_Bucket, int]] = {}
         counts: dict[torch.device, int] = {}
-        for one, (_, place), state_bytes in zip(parameters, found, sizes, strict=True):
+        for (number, one), (*_, place), state_bytes in zip(parameters, found, sizes, strict=True):
             size = state_bytes + tensor_bytes(one)
             bucket, used = open_now.get(place, (None, 0))
             if size > self.bucket_bytes:
-                self._buckets.append(_Bucket(place, [one], BUFFERS))
+                self._buckets.append(_Bucket(place, {number: [one]}, BUFFERS))
                 continue
             if bucket is None or used + size > self.bucket_bytes:
-                number = counts.get(place, 0)
-                counts[place] = number + 1
-                bucket, used = _Bucket(place, [], number % BUFFERS), 0
+                bucket, used = _Bucket(place, {}, counts.get(place, 0) % BUFFERS), 0
+                counts[place] = counts.get(place, 0) + 1
                 self._buckets.append(bucket)
-            bucket.parameters.append(one)
+            bucket.groups.setdefault(number, []).append(one)
             open_now[place] = bucket, used + size
         self._planned = found
 
