@@ -175,7 +175,9 @@ class HostState:
             if is_same:
                 loading.unload(bucket)
                 bucket.put([view for _, _, view in bucket.places])
-            if not is_same or not bucket.rests(self.optimizer):
+            else:
+                loading.release(bucket)
+            if not bucket.rests(self.optimizer):
                 # the first step, or tensors that the optimizer replaced
                 loading.finish()
                 self._pack(bucket)
@@ -317,10 +319,19 @@ class _Loading:
                 buffer, self._caller.mark(), bucket.block, None, "optimizer state"
             )
 
+    def release(self, bucket: _Bucket) -> None:
+        """Let a bucket's buffer be overwritten behind the caller's work so far."""
+        del self._loaded[bucket]
+        self._free[bucket.buffer] = self._caller.mark()
+
     def finish(self) -> None:
-        """Wait until all copies to the host are done, as the host may read the state then."""
+        """Wait until all copies to the host are done, as the host may read the state then.
+
+        After a failure there may be a copy to the device that no bucket has waited for. The buffers
+        must not be freed before it.
+        """
         host = Lane(devices.HOST)
-        for mark in self._free.values():
+        for mark in [*self._free.values(), *(copied for _, copied in self._loaded.values())]:
             host.wait(mark)
             self._caller.wait(mark)
 

@@ -362,6 +362,26 @@ def test_after_a_failure_all_is_on_the_host_and_in_its_groups_and_later_steps_ru
     _train(step, range(3, 4))
 
 
+def test_tensors_that_an_optimizer_replaces_go_to_the_host_too() -> None:
+    model, whole, mine, theirs = _pair(OPTIMIZERS["Adam foreach"])
+    step = _placed(model).train_step(functional.mse_loss, mine, optimizer_state="host")
+    own = mine.step
+
+    def replacing() -> None:
+        own()
+        for group in mine.param_groups:
+            for parameter in group["params"]:
+                state = mine.state[parameter]
+                state["exp_avg"] = state["exp_avg"].clone()
+
+    mine.step = replacing  # type: ignore[method-assign, assignment]
+    _train(step, range(3))
+    _train_unsplit(whole, theirs, range(3))
+    _same_parameters(model, whole)
+    _same_state(mine, theirs)
+    assert _places(mine) == {devices.HOST}
+
+
 def _hooked(parameters: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     optimizer.register_step_post_hook(lambda *_: None)
