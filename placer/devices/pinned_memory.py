@@ -78,13 +78,24 @@ class PinnedBlocks:
         Raises:
             PlacementError: the host lacks memory.
         """
-        size = aligned_bytes(tensor)
-        if self._used + size > self._block.numel():
-            wanted = max(size, min(BLOCK_BYTES, _power_of_two(self._left)))
-            self._block, self._used = self._made(wanted), 0
-        (copied,) = views(self._block[self._used : self._used + size], [tensor])
-        self._used, self._left = self._used + size, self._left - size
+        (copied,) = views(self.taken(aligned_bytes(tensor)), [tensor])
         return copied.copy_(tensor)
+
+    def taken(self, size_bytes: int) -> Tensor:
+        """Return the next bytes of a block, shape ``(size_bytes,)``.
+
+        Args:
+            size_bytes: a multiple of ``ALIGNMENT_BYTES``.
+
+        Raises:
+            PlacementError: the host lacks memory.
+        """
+        if self._used + size_bytes > self._block.numel():
+            wanted = max(size_bytes, min(BLOCK_BYTES, _power_of_two(self._left)))
+            self._block, self._used = self._made(wanted), 0
+        begin = self._used
+        self._used, self._left = begin + size_bytes, self._left - size_bytes
+        return self._block[begin : self._used]
 
     def _made(self, size_bytes: int) -> Tensor:
         """Return a block.
@@ -97,9 +108,9 @@ class PinnedBlocks:
             return torch.empty(size_bytes, dtype=torch.uint8, device=HOST, pin_memory=is_pinned)
         except RuntimeError as error:
             raise PlacementError(
-                f"the host has no {bytes_text(size_bytes)} of memory more for parameters that rest "
+                f"the host has no {bytes_text(size_bytes)} of memory more for tensors that rest "
                 f"there, of which {bytes_text(self._left)} are left; give a smaller "
-                "host_memory_bytes, or more memory on the devices"
+                "host_memory_bytes, or keep optimizer state on the devices"
             ) from error
 
 

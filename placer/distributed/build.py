@@ -251,12 +251,7 @@ class _Placed:
             how = 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ())
             return cls(named, *how, options or DEFAULT_OPTIONS)
         placement = placing(given)
-        if placement.resting:
-            raise PlacementError(
-                "parameters rest on the host in this placement, which placer.distributed does not "
-                "run; give one that was solved without host_memory_bytes and disk_bytes, or run "
-                "this one in one process, by DataFlow.update_flow"
-            )
+        _refuse_on_host(placement)
         # a solved placement also names the replicas that recompute
         first = {
             replica.device: name
@@ -308,6 +303,22 @@ class _Placed:
         return (
             f"; no layer that runs is on {found}: its result is not used, or it is one with the "
             "layer before it"
+        )
+
+
+def _refuse_on_host(placement: Placement) -> None:
+    """Refuse a placement whose parameters or optimizer state rest on the host."""
+    if placement.resting:
+        raise PlacementError(
+            "parameters rest on the host in this placement, which placer.distributed does not "
+            "run; give one that was solved without host_memory_bytes and disk_bytes, or run "
+            "this one in one process, by DataFlow.update_flow"
+        )
+    if placement.optimizer_state == "host":
+        raise PlacementError(
+            "optimizer state rests on the host in this placement, which placer.distributed "
+            "does not run; give one that was solved with optimizer_state='device', or run this "
+            "one in one process, by DataFlow.update_flow"
         )
 
 

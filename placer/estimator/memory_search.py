@@ -43,6 +43,7 @@ from placer.schema import (
     Schedule,
 )
 from placer.schema.base import LARGEST_BYTES, MAX_DEVICES
+from placer.solver import state_on_host
 from placer.solver.explain.infeasible import plain_reason
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -269,6 +270,9 @@ class MemorySearch:
             both = self._smaller_batch(smaller, "auto")
             if both is not None:
                 yield both
+        on_host = self._state_on_host()
+        if on_host is not None:
+            yield on_host
         sharded = self._sharding()
         if sharded is not None:
             yield sharded
@@ -350,6 +354,21 @@ class MemorySearch:
             return None
         text = f"recompute on {_names(found.recompute)}"
         return self._change("recompute", text, found, self._cluster)
+
+    def _state_on_host(self) -> Change | None:
+        """Return optimizer state that rests on the host, if the model fits so."""
+        if not self._profile.training or not any(
+            layer.optimizer_bytes for layer in self._profile.layers
+        ):
+            return None
+        asked = state_on_host.on_host(
+            PlacementRequest(profile=self._profile, cluster=self._cluster)
+        )
+        found = self._fitting(asked.placed_on, profile=asked.profile)
+        if found is None:
+            return None
+        text = "optimizer state on the host (optimizer_state='host')"
+        return self._change("optimizer-state", text, found, asked.placed_on)
 
     def _sharding(self) -> Change | None:
         """Return fully sharded data parallelism on the devices, if the model fits so."""

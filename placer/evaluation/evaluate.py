@@ -31,6 +31,7 @@ from placer.solver import generation
 from placer.solver.answer import single_device
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
+from placer.solver.state_on_host import asked_with
 from placer.solver.step import step_answer
 from placer.solver.step.choices import best_for, question_of, questions
 from placer.utils.option_checks import require_flags
@@ -195,11 +196,27 @@ def evaluated(
         given: Map.
         best: Known placement of the request.
         chosen_by: Placement from which the map comes. Objective ``step`` uses its micro-batches and
-            schedule if the request allows them, and else the best choice for the map.
+            schedule if the request allows them, and else the best choice for the map. Of
+            optimizer state that may be on the host if nothing fits otherwise, its place is taken.
 
     Raises:
         InputError: The replicas do not fit the map, or the request has no replicas.
     """
+    found = _evaluated(asked_with(request, chosen_by), given, best, chosen_by)
+    is_open = request.optimizer_state == "auto" and chosen_by is None
+    if is_open and any(fault.kind == "out-of-memory" for fault in found.faults):
+        on_host = request.model_copy(update={"optimizer_state": "host"})
+        return _evaluated(asked_with(on_host, None), given, best, None)
+    return found
+
+
+def _evaluated(
+    request: PlacementRequest,
+    given: LayerMap,
+    best: Placement | None,
+    chosen_by: Placement | None,
+) -> Evaluation:
+    """Return what ``evaluated`` does, for a request whose optimizer state has its place."""
     form, request = request.for_format, expressible(request)
     where, replicas = given.layer_devices, given.replicas
     if replicas:

@@ -71,7 +71,7 @@ from placer.executor.training.train_step import TrainStep
 from placer.executor.training.training_pipeline import Order
 from placer.report.timeline import Measurement
 from placer.schema import BatchOptions, Placement, Profile, Schedule
-from placer.schema.base import Tier
+from placer.schema.base import StatePlace, Tier
 from placer.schema.options import Weigh
 from placer.utils.option_checks import require_flags
 
@@ -350,6 +350,7 @@ class DataFlow(nn.Module):
             "in_flight": stated if has_rooms else (),
             "replication": Replication.from_placement(placement, self.settings.device),
             "resting": dict(placement.resting),
+            "optimizer_state": placement.optimizer_state,
         }
 
     def _known_places(self, layer_gpus: Mapping[str, DeviceLike]) -> dict[str, torch.device]:
@@ -461,6 +462,7 @@ class DataFlow(nn.Module):
         compile: bool | Backend = False,
         weigh: Weigh | None = None,
         batch_options: BatchOptions | None = None,
+        optimizer_state: StatePlace | None = None,
     ) -> TrainStep:
         """Return a training step of the whole pipeline: forwards, backwards, and the optimizer.
 
@@ -492,6 +494,9 @@ class DataFlow(nn.Module):
                 ``nn.NLLLoss`` need none: the labels that they count are weighed.
             batch_options: where the samples of the batch lie, whether the loss is a mean or a sum,
                 how results are joined; the flow's own if None.
+            optimizer_state: where the optimizer's state is between steps: ``"device"``, with its
+                parameters, or ``"host"``, from which each step copies it to the devices and back,
+                bucket by bucket; the placement's if None.
 
         Returns:
             ``step(inputs, target) -> loss``, the loss of the batch, on the device of the last
@@ -505,7 +510,8 @@ class DataFlow(nn.Module):
         refuse_hooks(self, "train_step")
         settings, placed = self.settings, self.placed
         settings.refuse_resting("train_step")
-        update = Update(optimizer, scaler, max_norm)
+        chosen = settings.optimizer_state if optimizer_state is None else optimizer_state
+        update = Update(optimizer, scaler, max_norm, chosen)
         order = settings.schedule if schedule is None else schedule
         step = TrainStep(
             placed,
@@ -518,9 +524,10 @@ class DataFlow(nn.Module):
             batch_options,
             weigh,
         )
-        if settings.assumed is not None and settings.assignment is not None:
+        assumed = None if update.is_on_host else settings.assumed
+        if assumed is not None and settings.assignment is not None:
             warn_of_other_memory(
-                settings.assumed, update.optimizers, placed.module, settings.assignment.of_state
+                assumed, update.optimizers, placed.module, settings.assignment.of_state
             )
         return step
 

@@ -16,7 +16,7 @@ from placer.errors import InputError, PlacementError
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.schema import BatchOptions, Placement, Schedule
-from placer.schema.base import Tier
+from placer.schema.base import StatePlace, Tier
 from placer.utils.units import count_text
 from placer.utils.user_warnings import warn
 
@@ -42,6 +42,7 @@ class Settings:
         in_flight: for each segment, the maximum number of micro-batches in flight.
         replication: the pipelines that share each micro-batch.
         resting: by layer whose parameters rest on the host, in memory or on the disk.
+        optimizer_state: where the optimizer's state is between steps, by default.
     """
 
     devices: list[torch.device]
@@ -58,6 +59,7 @@ class Settings:
     in_flight: Sequence[int] = ()
     replication: Replication = ONE_PIPELINE
     resting: Mapping[str, Tier] = field(default_factory=dict)
+    optimizer_state: StatePlace = "device"
     _has_warned: bool = False
 
     def device(self, place: DeviceLike) -> torch.device:

@@ -91,6 +91,11 @@ def refine(
             "parameters rest on the host in this placement, which refine does not measure; give "
             "one that was solved without host_memory_bytes and disk_bytes"
         )
+    if placement.optimizer_state == "host":
+        raise InputError(
+            "optimizer state rests on the host in this placement, which refine does not measure; "
+            "give one that was solved with optimizer_state='device'"
+        )
     if placement.objective == "generation":
         raise InputError(
             "the placement's objective is 'generation', whose two passes refine does not measure; "

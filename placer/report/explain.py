@@ -228,7 +228,9 @@ def _memory_text(load: DeviceLoad, shares: bool) -> str:
 
 
 def _resting(placement: Placement) -> list[str]:
-    """Return a line about the parameters on the host; nothing without such parameters."""
+    """Return a line about parameters or optimizer state on the host; nothing without either."""
+    if placement.optimizer_state == "host" and placement.layer_devices:
+        return ["optimizer   its state rests on the host, and each step copies it there and back"]
     loads = [load for load in placement.devices if load.resting_bytes]
     if not loads:
         return []

@@ -94,6 +94,12 @@ FormatName = Literal[
 ]
 """A format in which another engine takes a placement; ``placer.exports`` writes it."""
 
+StatePlace = Literal["device", "host"]
+"""Where an optimizer's state is between steps: with its parameters, or in pinned host memory."""
+
+StateChoice = Literal["device", "host", "auto"]
+"""The place of optimizer state that is asked for; ``auto`` for the host if nothing fits else."""
+
 Tier = Literal["host", "disk"]
 """Where weights rest between passes if not on a device: in the host's memory, or on its disk."""
 

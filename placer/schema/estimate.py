@@ -22,7 +22,9 @@ from placer.schema.cluster import Cluster
 from placer.schema.graph import Graph, Optimizer
 from placer.schema.placement import MemoryUse
 
-ChangeKind = Literal["batch-size", "recompute", "sharding", "devices", "memory", "context"]
+ChangeKind = Literal[
+    "batch-size", "recompute", "optimizer-state", "sharding", "devices", "memory", "context"
+]
 
 
 class DeviceEstimate(Wire):
@@ -56,9 +58,10 @@ class Change(Wire):
     """A smallest change with which the model fits, found by solving.
 
     Attributes:
-        kind: what changes: the micro-batch size, recomputation, the number of devices, the memory
-            of devices, the length of the texts in the cache, or the engine: fully sharded data
-            parallelism instead of a pipeline, with ``batch_size`` and ``chunks`` on each device.
+        kind: what changes: the micro-batch size, recomputation, the place of the optimizer's state,
+            the number of devices, the memory of devices, the length of the texts in the cache, or
+            the engine: fully sharded data parallelism instead of a pipeline, with ``batch_size``
+            and ``chunks`` on each device.
         change: as text: ``micro-batches of 2 samples instead of 8``.
         batch_size: samples in a micro-batch.
         chunks: micro-batches in a batch.

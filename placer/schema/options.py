@@ -40,6 +40,7 @@ from placer.schema.base import (
     Replicas,
     Schedule,
     ScheduleChoice,
+    StateChoice,
     StepKind,
     Transfers,
     Wire,
@@ -268,6 +269,14 @@ class SolveOptions(Wire):
 
     Parameters that fit neither the devices nor ``host_memory_bytes`` rest in files of the host, and
     each pass reads them. The same objectives use it. None: no parameters rest there."""
+
+    optimizer_state: StateChoice = "device"
+    """Where the optimizer's state is between training steps: on the devices, or on the host.
+
+    ``device``: with its parameters. ``host``: in pinned memory of each device's host. Each step
+    copies it to the device and back, in buckets, and takes longer for it; two buckets count as
+    reserved on every device. ``auto``: on the host only if nothing fits otherwise. See the page
+    about optimizer state on the host in the documentation."""
 
 
 class BatchOptions(Wire):

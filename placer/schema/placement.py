@@ -18,6 +18,7 @@ from placer.schema.base import (
     Name,
     Objective,
     Schedule,
+    StatePlace,
     Status,
     StepKind,
     Tier,
@@ -391,6 +392,9 @@ class Placement(Wire):
             device's host, or ``disk``, in a file there. A pass copies them to the device, into one
             of two buffers, while earlier layers compute. The parameters of other layers stay on
             their device.
+        optimizer_state: where the optimizer's state is between training steps: on the device of its
+            parameters, or in the memory of that device's host. From there each step copies it to
+            the device and back; ``limit_bytes`` of the devices leave room for the buffers.
         granularity: of the profile; ``update_flow`` uses it.
         training: whether a training step was placed.
         optimizer: the optimizer whose memory was assumed; None without one.
@@ -440,6 +444,7 @@ class Placement(Wire):
     layer_devices: dict[Name, Name] = {}
     replicas: dict[Name, tuple[Replica, ...]] = {}
     resting: dict[Name, Tier] = {}
+    optimizer_state: StatePlace = "device"
     granularity: int | str = "auto"
     # the assumptions under which it was solved
     training: bool = False
@@ -501,6 +506,16 @@ class Placement(Wire):
             raise ValueError(
                 f"resting: parameters of {count_text(len(self.resting), 'layer')} rest off their "
                 f"device, which a placement with {kind} does not support; leave resting out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_optimizer_state(self) -> Self:
+        """Check that optimizer state rests on the host only in training."""
+        if self.optimizer_state == "host" and not self.training:
+            raise ValueError(
+                "optimizer_state is 'host', but the placement is for inference, which has no "
+                "optimizer; leave optimizer_state out"
             )
         return self
 
@@ -569,6 +584,11 @@ class Placement(Wire):
                 f"format {format!r} has no parameters that rest on the host or its disk, as this "
                 f"placement has them for {count_text(len(self.resting), 'layer')}; solve without "
                 "host_memory_bytes and disk_bytes"
+            )
+        if self.optimizer_state == "host":
+            raise PlacementError(
+                f"format {format!r} has no optimizer state that rests on the host, which this "
+                "placement needs; solve with optimizer_state='device'"
             )
         plan = Plan(
             layer_devices=self._offloaded(),

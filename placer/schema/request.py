@@ -154,6 +154,7 @@ class PlacementRequest(SolveOptions, Question):
         self._check_sizes()
         self._check_replicas()
         self._check_resting()
+        self._check_optimizer_state(cluster)
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
             if self.objective == "devices":
                 raise ValueError(
@@ -302,6 +303,29 @@ class PlacementRequest(SolveOptions, Question):
             f"{name}: parameters rest off their device only in inference under objectives "
             f"'latency' and 'generation' with one sequence in flight; {why}: leave {name} out"
         )
+
+    def _check_optimizer_state(self, cluster: Cluster) -> None:
+        """Check that optimizer state may rest on the host, and that the cost of it is known."""
+        if self.optimizer_state == "device":
+            return
+        given = f"optimizer_state is {self.optimizer_state!r}"
+        if not self.is_training:
+            raise ValueError(
+                f"{given}, but the request places inference, which has no optimizer: leave "
+                "optimizer_state out"
+            )
+        if self.for_format is not None:
+            raise ValueError(
+                f"{given}, and format {self.for_format!r} cannot express state on the host: leave "
+                "optimizer_state or for_format out"
+            )
+        for device in cluster.devices:
+            if device.to_host is None or device.from_host is None:
+                raise ValueError(
+                    f"{given}, but device {device.name!r} has no measured rates to_host and "
+                    "from_host: measure the devices again, give the rates, or leave "
+                    "optimizer_state out"
+                )
 
     def _check_pins(self, cluster: Cluster) -> None:
         """Check that no pin contradicts a ban, a group, or a missing link."""

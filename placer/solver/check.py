@@ -15,7 +15,15 @@ from placer.errors import PlacementError
 from placer.exports.restriction import expressible
 from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
 from placer.schema.base import PROVEN_GAP
-from placer.solver.referee import by_stage, generation, recompute, replicas, step, tiers
+from placer.solver.referee import (
+    by_stage,
+    generation,
+    optimizer_state,
+    recompute,
+    replicas,
+    step,
+    tiers,
+)
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
 from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, times_of
@@ -41,7 +49,9 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     """
     equal("id", placement.id, request.content_hash())
     check_sharded(request, placement)
-    _check_placement(expressible(request), placement)
+    _check_placement(expressible(optimizer_state.answered(request, placement)), placement)
+    if optimizer_state.rules_out_devices(request, placement):
+        _check_infeasible(request, placement)
     shares = [{one.samples for one in members} for members in placement.replicas.values()]
     require(
         request.for_format is None or all(len(own) == 1 for own in shares),

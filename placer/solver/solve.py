@@ -16,7 +16,7 @@ have their own searches (``step_search.py``, ``fewest_devices.py``), which use t
 bottlenecks. Where replicas are asked for, ``replica_search.py`` runs these searches for each shape.
 Objective ``generation`` asks for the latency and the bottleneck of a mean pass
 (``generation.py``). Where ``host_memory_bytes`` or ``disk_bytes`` is given, parameters
-may rest on the host (``host_weights.py``).
+may rest on the host (``host_weights.py``), as may optimizer state (``state_on_host.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import NamedTuple
 from placer.errors import InputError, kind_of
 from placer.exports.restriction import expressible, restricted_reason
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
-from placer.solver import answer, every_map, generation, ties
+from placer.solver import answer, every_map, generation, state_on_host, ties
 from placer.solver.bounds import simple_bounds
 from placer.solver.chain import initial_placements, optimal_cuts
 from placer.solver.check import check
@@ -137,7 +137,9 @@ def solve(
     require_functions(progress=progress)
     if not hasattr(stop, "is_set") and stop is not None:
         raise InputError(f"stop is {kind_of(stop)}; give a threading.Event, or leave it out")
-    placement = _answer(request, progress, stop, began)
+    placement = state_on_host.solved(
+        request, lambda asked: _answer(asked, progress, stop, monotonic())
+    )
     if request.objective == "step":
         placement = with_sharded_step(request, placement)
     if request.explain and placement.layer_devices:

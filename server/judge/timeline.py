@@ -110,6 +110,7 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     from placer import schedule
     from placer.solver import pipelines
     from placer.solver.replicas.gradient_exchange import with_exchanges
+    from placer.solver.state_on_host import asked_with
 
     if not placement.layer_devices:
         raise InputError(
@@ -122,6 +123,7 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
             f"placement {placement.id} has {counts} replicas by stage, which a timeline does not"
             " show; solve with replicas='auto'"
         )
+    request = asked_with(request, placement)
     asked = _asked(request, placement)
     # Only objective "step" allows "auto", and its placements name the chosen schedule.
     assert asked.schedule != "auto"

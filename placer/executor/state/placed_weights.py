@@ -22,6 +22,8 @@ from placer.executor.state.state_moves import (
     Home,
     Whereabouts,
     bring_state,
+    is_kept_on_host,
+    keep_on_host,
     move_state,
     own_memory,
     rest,
@@ -102,7 +104,8 @@ class PlacedWeights:
                 move_state(self.module, assignment.of_state, known)
                 self.rest(assignment)
                 for optimizer in optimizers:
-                    bring_state(optimizer)
+                    if not is_kept_on_host(optimizer):
+                        bring_state(optimizer)
                 if clear_cache:
                     devices.release_cache()
                 self._moves += 1
@@ -143,6 +146,8 @@ class PlacedWeights:
     def restore(self) -> None:
         """Restore the devices of all state, and all gradient flags."""
         self._home.restore(self.module, self.optimizers)
+        for optimizer in filter(is_kept_on_host, self.optimizers):
+            bring_state(optimizer)
         own_memory(self.module, self._moved_to_rest)
         self._resting, self._moved_to_rest = {}, set()
         vars(self).update(_moves=self._moves + 1, _settled=set())
@@ -222,15 +227,20 @@ class PlacedWeights:
 
         return lookup
 
-    def follow(self, optimizer: Any) -> None:
-        """Keep an optimizer's state on the devices of its parameters, from now on.
+    def follow(self, optimizer: Any, on_host: bool = False) -> None:
+        """Keep an optimizer's state on the devices of its parameters, or on the host, from now on.
 
         Args:
             optimizer: one that is not torch's, and so has no known state, is left alone.
+            on_host: whether its state rests on the host.
         """
-        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in self.optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return
+        if on_host:
+            keep_on_host(optimizer)
+        elif optimizer not in self.optimizers or is_kept_on_host(optimizer):
             bring_state(optimizer)
-            self.optimizers.add(optimizer)
+        self.optimizers.add(optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without copies and optimizers; of clones, their devices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from placer.executor.stage_errors import clear_frames
 from placer.executor.state.replication import Replication
 from placer.schema.base import Tier
 from placer.utils.units import bytes_text
+
+# Optimizers whose state rests on the host, wherever their parameters are.
+_on_host: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 class Home:
@@ -343,9 +347,20 @@ class _Contents:
             state.update(contents)
 
 
+def keep_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer's state stay where it is when parameters move, until ``bring_state``."""
+    _on_host.add(optimizer)
+
+
+def is_kept_on_host(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's state rests on the host."""
+    return optimizer in _on_host
+
+
 @torch.inference_mode(False)
 def bring_state(optimizer: torch.optim.Optimizer) -> None:
     """Move an optimizer's state to the devices of its parameters."""
+    _on_host.discard(optimizer)
     for parameter in list(optimizer.state):
         if isinstance(parameter, Tensor):
             state = _moved_optimizer_state(parameter, devices.location(parameter), optimizer)
@@ -355,7 +370,23 @@ def bring_state(optimizer: torch.optim.Optimizer) -> None:
 def _moved_optimizer_state(
     tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Return a parameter's optimizer state on its new device; ``step`` stays on the host."""
+    """Return a parameter's optimizer state on its new device, unless it rests on the host."""
+    if optimizer in _on_host:
+        return {}
+    return {
+        key: devices.copy(value, target)
+        for key, value in state_beside(tensor, optimizer).items()
+        if not devices.same(devices.location(value), target)
+    }
+
+
+def state_beside(tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the tensors of a parameter's state that an optimizer reads on the parameter's device.
+
+    Args:
+        tensor: the parameter.
+        optimizer: holds state for it.
+    """
     group: Mapping[str, Any] = next(
         (
             group
@@ -367,11 +398,9 @@ def _moved_optimizer_state(
     # torch keeps ``step`` on the host unless the optimizer is capturable or fused
     on_device = group.get("capturable") or group.get("fused")
     return {
-        key: devices.copy(value, target)
+        key: value
         for key, value in optimizer.state[tensor].items()
-        if isinstance(value, Tensor)
-        and (key != "step" or on_device)
-        and not devices.same(devices.location(value), target)
+        if isinstance(value, Tensor) and (key != "step" or on_device)
     }
 
 

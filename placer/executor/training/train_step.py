@@ -151,7 +151,7 @@ class TrainStep:
         with nothing_held(), self.placed.lock:
             batch = self._taken(inputs, target, chunks)
             for optimizer in self.update.optimizers:
-                self.placed.weights.follow(optimizer)
+                self.placed.weights.follow(optimizer, self.update.is_on_host)
             keep, self.placed.gradients_wait = kept(self.placed, self.placed.gradients_wait), False
             try:
                 result = self._computed(batch, keep, outputs)

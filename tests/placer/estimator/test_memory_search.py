@@ -166,6 +166,20 @@ def test_a_layer_that_fits_on_no_device_fits_where_its_state_is_sharded() -> Non
     assert "sharding" not in {one.kind for one in on("1x3900", profile).changes}
 
 
+def test_a_model_that_does_not_fit_may_fit_with_optimizer_state_on_the_host() -> None:
+    mib = 2**20
+    profile = chain([100 * mib, 100 * mib], training=True)
+    # parameters and gradients of 400 MiB; two buckets of 64 MiB, and the 200 MiB of a layer
+    needed = 400 * mib + 2 * 64 * mib + 200 * mib
+    found = on(f"1x{needed}", profile)
+    assert found.fits is False  # 800 MiB with state on the device
+    host = change(found, "optimizer-state")
+    assert (host.total_bytes, host.limit_bytes) == (400 * mib, 400 * mib)
+    assert host.memory_bytes == (needed,)
+    for smaller in (on(f"1x{needed - 1}", profile), on("1x700", chain([300], training=False))):
+        assert "optimizer-state" not in {one.kind for one in smaller.changes}
+
+
 @pytest.mark.parametrize("proves", [True, False])
 def test_a_long_solve_follows_a_short_one_that_proves_nothing(
     proves: bool, monkeypatch: pytest.MonkeyPatch

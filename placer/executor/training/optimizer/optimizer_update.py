@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from placer.capture.argument_checks import optimizer_list, refuse_closures
 from placer.errors import InputError, PlacerError, kind_of
+from placer.executor.training.optimizer.host_state import HostState
+from placer.schema.base import StatePlace
 from placer.utils.error_translation import ErrorTranslation
 
 # Required methods of a gradient scaler.
@@ -36,21 +38,26 @@ class Update:
             gradient on any device skips the optimizer's step on all devices. Each optimizer of a
             list decides separately, as in a loop that calls ``scaler.step`` for each.
         max_norm: the maximum total norm of the gradients; None for no clipping.
+        optimizer_state: where the optimizers' state is between steps, ``"device"`` or ``"host"``.
 
     Attributes:
         optimizers: as a list.
+        steppers: what steps each optimizer: itself, or the keeper of its state on the host.
         norm: total norm of the latest gradients before clipping; None without clipping.
 
     Raises:
-        InputError: if an optimizer does not support several devices, a scaler has no optimizer, or
-            ``max_norm`` is not a positive number.
+        InputError: if an optimizer does not support several devices, or state on the host where
+            that is asked for, a scaler has no optimizer, ``max_norm`` is not a positive number, or
+            ``optimizer_state`` is another word.
     """
 
     optimizer: Optimizers = None
     scaler: Any = None
     max_norm: float | None = None
+    optimizer_state: StatePlace = "device"
     norm: Tensor | None = None
     optimizers: list[Any] = field(init=False)
+    steppers: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.optimizers = optimizer_list(self.optimizer)
@@ -79,6 +86,17 @@ class Update:
             number and self.max_norm > 0 and math.isfinite(self.max_norm)
         ):
             raise InputError(f"max_norm={self.max_norm!r}: give a positive number, or leave it out")
+        if self.optimizer_state not in get_args(StatePlace):
+            raise InputError(
+                f"optimizer_state={self.optimizer_state!r}: give 'device' or 'host', or leave it "
+                "out for the placement's"
+            )
+        self.steppers = [*map(HostState, self.optimizers)] if self.is_on_host else self.optimizers
+
+    @property
+    def is_on_host(self) -> bool:
+        """Return whether the optimizers' state rests on the host between steps."""
+        return self.optimizer_state == "host"
 
     @property
     def count(self) -> int:
@@ -129,13 +147,13 @@ class Update:
 
     def _step(self, module: nn.Module) -> None:
         self._clip(module)
-        for optimizer in self.optimizers:
+        for optimizer, stepper in zip(self.optimizers, self.steppers, strict=True):
             with ErrorTranslation(partial(_named, optimizer)):
                 if self.scaler is None:
-                    optimizer.step()
+                    stepper.step()
                     continue
-                with _overflow_counted_once(optimizer):
-                    self.scaler.step(optimizer)
+                with _overflow_counted_once(stepper):
+                    self.scaler.step(stepper)
         if self.scaler is not None:
             self.scaler.update()
 
@@ -143,8 +161,8 @@ class Update:
         if self.max_norm is None:
             return
         if self.scaler is not None:
-            for optimizer in self.optimizers:
-                self.scaler.unscale_(optimizer)
+            for stepper in self.steppers:
+                self.scaler.unscale_(stepper)
         # torch sums the norms of parameters on several devices
         self.norm = nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
 
