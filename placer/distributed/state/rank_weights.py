@@ -180,9 +180,13 @@ class Sharing:
         """Return the tensors that a device owns."""
         return [name for name, users in self.users.items() if users[0] == position]
 
-    def shared(self) -> dict[str, tuple[int, ...]]:
-        """Return the tensors that several devices use."""
-        return {name: users for name, users in self.users.items() if len(users) > 1}
+    def copied(self, graph: LayerGraph) -> dict[str, tuple[int, ...]]:
+        """Return the users of the tensors of which the owner sends copies to other devices."""
+        return {
+            name: users
+            for name, users in self.users.items()
+            if len(users) > 1 and (isinstance(graph.state[name], nn.Parameter) or name in self.kept)
+        }
 
 
 def process_text(holders: Holders) -> str:
@@ -231,32 +235,22 @@ class Weights:
         self._position, self._ranks, self._group = position, ranks, group
         self._replicas = replicas
         self.own = {name: _settle(graph.state[name], device) for name in sharing.owned(position)}
-        self.empty = any(graph.state[name].is_meta for name in self.own)
+        without_data = [name for name in self.own if graph.state[name].is_meta]
+        self.empty = bool(without_data)
         # pipelines of a model on meta have tensors of their own
         self._division: dict[str, int] = {} if self.empty or division is None else division
-        self._unset = {
-            name: self.own[name]._version
-            for name in self.own
-            if graph.state[name].is_meta and name in lost
-        }
-        self._shared = {
-            name: users
-            for name, users in sharing.shared().items()
-            if isinstance(graph.state[name], nn.Parameter) or name in sharing.kept
-        }
+        self._unset = {name: self.own[name]._version for name in without_data if name in lost}
+        self._shared = sharing.copied(graph)
         self.copies = {
             name: _copy(graph.state[name], device)
-            for name, users in self._shared.items()
-            if position in users and users[0] != position
+            for name, (_, *others) in self._shared.items()
+            if position in others
         }
-        self._trained = [name for name in self._shared if graph.state[name].requires_grad]
+        trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
+        self._trained = [name for name in trained if name in self._shared]
+        self._partial = self._trained if replicas is None else trained
         self.sums: GradientSums | None = None
         self._changed = [name for name in self.own if name in sharing.changed]
-        self._partial = [
-            name
-            for name in graph.state
-            if graph.state[name].requires_grad and (replicas is not None or name in self._shared)
-        ]
         self._refuse_hooks({name: graph.state[name] for name in self._partial})
         # All replicas begin with the values of the first one, or of the owners in earlier
         # pipelines. Weights without data have none yet.
