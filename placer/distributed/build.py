@@ -21,12 +21,7 @@ from placer.capture import input_forms
 from placer.capture.argument_checks import require_loss_function, require_module
 from placer.capture.batch_dims.batch_layout import BatchLayout, Parameters
 from placer.capture.batch_dims.batch_symbols import inputs_of_other_lengths
-from placer.capture.batch_dims.declared_layout import (
-    DEFAULT_OPTIONS,
-    input_layout,
-    refuse_absent_outputs,
-    require_batch_options,
-)
+from placer.capture.batch_dims.declared_layout import input_layout, refuse_absent_outputs
 from placer.capture.capture import layer_graph
 from placer.capture.export.export import Exported, export
 from placer.capture.layers import LayerGraph
@@ -37,9 +32,10 @@ from placer.distributed.collective_errors import gathered, gpus, together
 from placer.distributed.output_reach import Flows
 from placer.distributed.pipeline import Pipeline, Shape
 from placer.distributed.pipeline_head import Head
+from placer.distributed.pipeline_options import PipelineOptions
 from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
 from placer.distributed.replicas import Pipelines, pipelines
-from placer.distributed.stage import StageModule, examples, weight_pass
+from placer.distributed.stage import StageModule
 from placer.distributed.stage_line import Line, line
 from placer.distributed.stage_passes import ReportingStage
 from placer.distributed.state.partial_modules import Names, plant
@@ -56,8 +52,7 @@ from placer.errors import CaptureError, InputError, PlacementError, kind_of
 from placer.executor.checks.batch_check import BatchChecks
 from placer.executor.engine.shares import divided, refuse_unreplicable
 from placer.executor.output_joining import Joining
-from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
-from placer.executor.state.replication import ONE_PIPELINE, Replication
+from placer.executor.state.assignment import Assignment, layer_names, refuse_unknown_layers
 from placer.executor.training.loss.loss_weights import Weighing, merged
 from placer.schema import BatchOptions, Placement
 from placer.schema.options import Weigh
@@ -130,7 +125,9 @@ def build(
         )
     with together(group, "build its part"):
         require_module(model)
-        placed = _Placed.from_options(placement, chunks, schedule, recompute, batch_options)
+        placed = PipelineOptions.from_arguments(
+            placement, chunks, schedule, recompute, batch_options
+        )
         _refuse_part_of_the_world(placed, group)
         if loss_fn is not None:
             _refuse_untrained(model, loss_fn)
@@ -216,112 +213,6 @@ def _refuse_no_group(group: object) -> None:
     raise InputError(f"group is {kind_of(group)}; {way_out}")
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """The options of a placement, or a map by hand with the given options.
-
-    The replication has names of devices in place of devices.
-    """
-
-    layer_devices: Mapping[str, str]
-    chunks: int
-    schedule: str
-    recompute: frozenset[str]
-    options: BatchOptions
-    replication: Replication = ONE_PIPELINE
-
-    @classmethod
-    def from_options(
-        cls,
-        given: Placement | Mapping[str, Any],
-        chunks: int | None,
-        schedule: str | None,
-        recompute: Collection[str] | None,
-        options: BatchOptions | None,
-    ) -> _Placed:
-        if options is not None:
-            require_batch_options(options)
-        _require_kinds(given, recompute)
-        if not isinstance(given, Placement) and "layer_devices" not in given:
-            if not given:
-                raise PlacementError("the map places no layer; give {layer: device}")
-            _require_layer_names(given)
-            named = {name: str(place) for name, place in given.items()}
-            # a plain map has no options of its own: use defaults
-            how = 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ())
-            return cls(named, *how, options or DEFAULT_OPTIONS)
-        placement = placing(given)
-        _refuse_on_host(placement)
-        # a solved placement also names the replicas that recompute
-        first = {
-            replica.device: name
-            for name, members in placement.replicas.items()
-            for replica in members
-        }
-        again = placement.recompute if recompute is None else recompute
-        return cls(
-            placement.layer_devices,
-            placement.chunks if chunks is None else chunks,
-            schedule or placement.schedule,
-            frozenset(first.get(name, name) for name in again),
-            options or placement.batch_options,
-            Replication.from_placement(placement, lambda name: cast(torch.device, name)),
-        )
-
-    @property
-    def replicas(self) -> dict[str, tuple[str, ...]]:
-        """The devices that hold the layers of each device of the map, by pipeline."""
-        return cast(dict[str, tuple[str, ...]], dict(self.replication.devices))
-
-    def how(self, training: bool) -> str:
-        """Return the options that all processes must agree on, as text."""
-        again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
-        chunks = count_text(self.chunks, "micro-batch", "micro-batches")
-        # without functions, whose addresses differ between processes
-        usual = DEFAULT_OPTIONS.model_dump()
-        shown = {
-            name: value for name, value in self.options.model_dump().items() if value != usual[name]
-        }
-        if self.options.weigh is not None:
-            shown["weigh"] = "a function"
-        batch = f", batch options {shown}" if shown else ""
-        replicas = ""
-        if self.replicas:
-            held = ", ".join(" and ".join(names) for names in self.replicas.values())
-            replicas = f", replicas on {held} with {self.replication.samples} samples"
-        return (
-            f"{chunks}, {self.schedule}, {'training' if training else 'forwards alone'}"
-            f"{again}{batch}{replicas}"
-        )
-
-    def idle(self, used: Collection[str]) -> str:
-        """Return a note for messages about named devices without any layer."""
-        named = {place: name for name, place in self.layer_devices.items() if place not in used}
-        if not named:
-            return ""
-        found = ", ".join(f"{place} ({name!r})" for place, name in named.items())
-        return (
-            f"; no layer that runs is on {found}: its result is not used, or it is one with the "
-            "layer before it"
-        )
-
-
-def _refuse_on_host(placement: Placement) -> None:
-    """Refuse a placement whose parameters or optimizer state rest on the host."""
-    if placement.resting:
-        raise PlacementError(
-            "parameters rest on the host in this placement, which placer.distributed does not "
-            "run; give one that was solved without host_memory_bytes and disk_bytes, or run "
-            "this one in one process, by DataFlow.update_flow"
-        )
-    if placement.optimizer_state == "host":
-        raise PlacementError(
-            "optimizer state rests on the host in this placement, which placer.distributed "
-            "does not run; give one that was solved with optimizer_state='device', or run this "
-            "one in one process, by DataFlow.update_flow"
-        )
-
-
 def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
     """Raise an InputError if the model or the loss cannot be trained."""
     require_loss_function(loss_fn)
@@ -347,7 +238,11 @@ def _refuse_lists(layout: BatchLayout) -> None:
 
 
 def _joining(
-    model: nn.Module, example_inputs: Any, layout: BatchLayout, placed: _Placed, is_last: bool
+    model: nn.Module,
+    example_inputs: Any,
+    layout: BatchLayout,
+    placed: PipelineOptions,
+    is_last: bool,
 ) -> Joining:
     """Return how results are joined, after the last stage's process verified it.
 
@@ -407,7 +302,7 @@ def _places(graph: LayerGraph, layer_devices: Mapping[str, str]) -> list[str]:
 def _assemble(
     model: nn.Module,
     parts: _Cut,
-    placed: _Placed,
+    placed: PipelineOptions,
     loss_fn: Weighing | None,
     shared: Pipelines,
     shape: Shape,
@@ -419,15 +314,12 @@ def _assemble(
     exported, graph, cut = parts.exported, parts.graph, parts.line
     own_group = shared.group
     # devices in the order of the line, processes in the order of the group: map one to the other
-    ranks = [
-        next(rank for rank, seat in enumerate(shared.seats) if seat.device == name)
-        for name in cut.devices
-    ]
+    rank_of = {seat.device: rank for rank, seat in enumerate(shared.seats)}
+    ranks = [rank_of[name] for name in cut.devices]
     position = ranks.index(dist.get_rank(own_group))
     _warm_up(device, own_group)
-    everywhere = tuple(
-        rank if own_group is None else dist.get_global_rank(own_group, rank) for rank in ranks
-    )
+    global_ranks = dist.get_process_group_ranks(own_group)
+    everywhere = tuple(global_ranks[rank] for rank in ranks)
     names = Names.from_model(model)
     holders = [shared.holders(rank) for rank in everywhere]
     sharing = parts.sharing.with_owners(known, holders)
@@ -447,24 +339,9 @@ def _assemble(
     training = loss_fn is not None
     if training and shared.replicas is not None:
         weights.divide(sharing.division(model, cut.devices, placed.replication, holders))
-    flows = Flows.from_graph(graph, exported.module.graph) if training else Flows({})
-    modules = {
-        index: StageModule(
-            graph,
-            cut,
-            index,
-            weights.get,
-            names,
-            device,
-            flows=flows,
-            split=training and schedules.splits(placed.schedule),
-            recomputes=training and stage.device in placed.recompute,
-        )
-        for index, stage in enumerate(cut.stages)
-        if index % len(cut.devices) == position
-    }
+    modules = _stage_modules(parts, placed, weights, names, device, position, training)
     stages = [
-        _stage(module, index, len(cut.stages), training, own_group)
+        ReportingStage.from_module(module, index, len(cut.stages), training, own_group)
         for index, module in modules.items()
     ]
     # A process with several stages has passes left, which other processes wait for. Deferred weight
@@ -504,7 +381,35 @@ def _assemble(
     )
 
 
-def _refuse_part_of_the_world(placed: _Placed, group: dist.ProcessGroup | None) -> None:
+def _stage_modules(
+    parts: _Cut,
+    placed: PipelineOptions,
+    weights: Weights,
+    names: Names,
+    device: torch.device,
+    position: int,
+    training: bool,
+) -> dict[int, StageModule]:
+    """Return the stages of the device at a position of the line, by their index in the line."""
+    graph, cut = parts.graph, parts.line
+    flows = Flows.from_graph(graph, parts.exported.module.graph) if training else Flows({})
+    return {
+        index: StageModule(
+            graph,
+            cut,
+            index,
+            weights.get,
+            names,
+            device,
+            flows=flows,
+            split=training and schedules.splits(placed.schedule),
+            recomputes=training and cut.stages[index].device in placed.recompute,
+        )
+        for index in range(position, len(cut.stages), len(cut.devices))
+    }
+
+
+def _refuse_part_of_the_world(placed: PipelineOptions, group: dist.ProcessGroup | None) -> None:
     """Raise an InputError for replicas in a group of some processes.
 
     All processes have to take part where process groups are formed.
@@ -518,7 +423,7 @@ def _refuse_part_of_the_world(placed: _Placed, group: dist.ProcessGroup | None) 
 
 
 def _everyone(
-    placed: _Placed, training: bool, group: dist.ProcessGroup | None
+    placed: PipelineOptions, training: bool, group: dist.ProcessGroup | None
 ) -> list[tuple[Process, int]]:
     """Return each process and the number of its GPUs, after comparing the options of all."""
     process = Process.here(dist.get_rank(group))
@@ -534,7 +439,7 @@ def _everyone(
 
 def _pipelines(
     model: nn.Module,
-    placed: _Placed,
+    placed: PipelineOptions,
     size: int,
     everyone: Sequence[tuple[Process, int]],
     group: dist.ProcessGroup | None,
@@ -581,7 +486,7 @@ def _part(
     return kwargs or args, replace(layout, size=shared.samples[shared.index])
 
 
-def _refuse_empty_stages(placed: _Placed, cut: Line) -> None:
+def _refuse_empty_stages(placed: PipelineOptions, cut: Line) -> None:
     """Raise a PlacementError if a device with replicas has no layer that runs."""
     for name in placed.replicas:
         if name not in cut.devices:
@@ -612,7 +517,7 @@ def _refuse_other_models(
 
 
 def _seats(
-    names: Sequence[str], placed: _Placed, everyone: Sequence[tuple[Process, int]]
+    names: Sequence[str], placed: PipelineOptions, everyone: Sequence[tuple[Process, int]]
 ) -> list[Seat]:
     """Return the device of every process.
 
@@ -660,48 +565,10 @@ def _warm_up(device: torch.device, group: dist.ProcessGroup | None) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def _stage(
-    module: StageModule, index: int, count: int, training: bool, group: dist.ProcessGroup | None
-) -> ReportingStage:
-    plan = module.plan
-    return ReportingStage(
-        module,
-        index,
-        count,
-        plan.device,
-        input_args=_given(module)
-        if plan.is_first
-        else examples(plan.arrives, plan.marks_in, training),
-        output_args=_returned(module)
-        if plan.is_last
-        else examples(plan.leaves, bool(plan.marks_out), training),
-        group=group,
-        dw_builder=weight_pass(module) if plan.deferred is not None else None,
-    )
-
-
-def _given(module: StageModule) -> tuple[torch.Tensor, ...]:
-    """Return meta tensors like the flat inputs of one micro-batch."""
-    values = [parcel.value for parcel in module.plan.arrives]
-    return tuple(
-        torch.empty(value.shape or (1,), dtype=value.dtype, device="meta") for value in values
-    )
-
-
-def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
-    """Return meta tensors like the model's flat outputs."""
-    return tuple(
-        torch.empty(parcel.value.shape, dtype=parcel.value.dtype, device="meta")
-        if parcel.value.dtype is not None
-        else parcel.example(False)
-        for parcel in module.plan.leaves
-    )
-
-
 def _shape(
     exported: Exported,
     graph: LayerGraph,
-    placed: _Placed,
+    placed: PipelineOptions,
     example_inputs: Any,
     layout: BatchLayout,
     shared: Pipelines,
@@ -727,23 +594,3 @@ def _shape(
         chunks=placed.chunks,
         verify=placed.options.verify,
     )
-
-
-def _require_kinds(given: Any, recompute: Any) -> None:
-    if not isinstance(given, Placement | Mapping):
-        raise PlacementError(
-            f"the placement is {kind_of(given)}; give a Placement, which "
-            "Placement.model_validate_json(text) makes of JSON, or a map {layer: device}"
-        )
-    if isinstance(recompute, str) or not isinstance(recompute, Collection | None):
-        raise InputError(
-            f"recompute is {recompute!r}; give the devices that are to recompute, as ['cuda:0']"
-        )
-
-
-def _require_layer_names(given: Mapping[Any, Any]) -> None:
-    for name in given:
-        if not isinstance(name, str):
-            raise PlacementError(
-                f"the map has {name!r}, which is not the name of a layer; give {{layer: device}}"
-            )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
+import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from placer.distributed.stage import StageModule
+from placer.distributed.stage import Plan, StageModule, examples, weight_pass
 from placer.distributed.state.gradient_sums import GradientSums
 from placer.executor.stage_errors import Place, explain
 from placer.utils.error_translation import ErrorTranslation
@@ -25,6 +27,40 @@ class ReportingStage(PipelineStage):
     """
 
     sums: GradientSums | None = None
+
+    @classmethod
+    def from_module(
+        cls,
+        module: StageModule,
+        index: int,
+        count: int,
+        training: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Self:
+        """Return the library's stage of a module.
+
+        Args:
+            module: the stage's layers.
+            index: the position of the stage in the line.
+            count: the number of stages in the line.
+            training: whether the library runs backward passes.
+            group: the processes of the pipeline.
+        """
+        plan = module.plan
+        return cls(
+            module,
+            index,
+            count,
+            plan.device,
+            input_args=_given(plan)
+            if plan.is_first
+            else examples(plan.arrives, plan.marks_in, training),
+            output_args=_returned(plan)
+            if plan.is_last
+            else examples(plan.leaves, bool(plan.marks_out), training),
+            group=group,
+            dw_builder=weight_pass(module) if plan.deferred is not None else None,
+        )
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         """Run one micro-batch forward."""
@@ -52,3 +88,21 @@ class ReportingStage(PipelineStage):
             return explain(error.__cause__ or error, place)
 
         return ErrorTranslation(explained)
+
+
+def _given(plan: Plan) -> tuple[torch.Tensor, ...]:
+    """Return meta tensors like the flat inputs of one micro-batch."""
+    values = [parcel.value for parcel in plan.arrives]
+    return tuple(
+        torch.empty(value.shape or (1,), dtype=value.dtype, device="meta") for value in values
+    )
+
+
+def _returned(plan: Plan) -> tuple[torch.Tensor, ...]:
+    """Return meta tensors like the model's flat outputs."""
+    return tuple(
+        torch.empty(parcel.value.shape, dtype=parcel.value.dtype, device="meta")
+        if parcel.value.dtype is not None
+        else parcel.example(False)
+        for parcel in plan.leaves
+    )
