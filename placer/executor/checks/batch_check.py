@@ -73,6 +73,89 @@ class _Kind:
     sizes: tuple[int, ...] | None
     uneven: Uneven = frozenset()
 
+    def covers(self, sizes: Sequence[int], now: Uneven) -> bool:
+        """Return whether the result applies to a batch, so that it need not be compared.
+
+        Args:
+            sizes: samples in each of its micro-batches.
+            now: the quantities of which its micro-batches have unequal shares.
+        """
+        return self.is_decided and self.sizes in (None, tuple(sizes)) and now <= self.uneven
+
+    def add(self, earlier: _Kind) -> None:
+        """Add the comparisons of earlier batches of this kind."""
+        self.uneven |= earlier.uneven
+        self.looks += earlier.looks
+        self.is_decided |= self.looks >= _LOOKS
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch, its division into micro-batches, and the function that runs it.
+
+    Attributes:
+        call: the arguments.
+        parameters: the signature of the model's forward method.
+        layout: the batch dimensions.
+        sizes: samples in each micro-batch.
+        run: runs the model.
+    """
+
+    call: Call
+    parameters: Parameters
+    layout: BatchLayout
+    sizes: Sequence[int]
+    run: Run
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The tensors and other leaves of the arguments."""
+        return flatten_inputs(*self.call)[0]
+
+    def cut(self, sizes: Sequence[int]) -> list[Call]:
+        """Return the arguments of micro-batches with these numbers of samples."""
+        return self.layout.cut_call(self.call, self.parameters, sizes)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """The results of a batch's first samples, whole and split.
+
+    Attributes:
+        sizes: samples in each part.
+        whole: the result of the whole.
+        parts: the results of the parts.
+        counted: the numbers of labels that count in means, for the whole and each part.
+    """
+
+    sizes: Sequence[int]
+    whole: Any
+    parts: list[Any]
+    counted: list[list[float]]
+
+    def compare(
+        self, declared: Joining, closeness: Closeness, weights: Tensor | None
+    ) -> tuple[Joining, bool, BatchError | None]:
+        """Compare the joined results of the parts with the result of the whole.
+
+        Args:
+            declared: the declared rules.
+            closeness: which values are equal up to rounding.
+            weights: of each sample of the batch in a mean; None for equal weights.
+
+        Returns:
+            The rules; whether several rules fit; and the error if none does.
+        """
+        shares = _of_parts(weights, self.sizes)
+        joining, differences, is_open = find_rules(
+            self.whole, self.parts, self.sizes, declared, closeness, shares
+        )
+        refusal = _refusal(differences[0], closeness) if differences else None
+        if refusal is None and joining.reduces_floats:
+            unlike = unlike_counts(self.counted[0], self.counted[1:], shares or self.sizes)
+            refusal = None if unlike is None else _unlike_counts_error(self.sizes, unlike)
+        return joining, is_open, refusal
+
 
 class BatchChecks:
     """The kinds of batches that were compared so far.
@@ -118,108 +201,100 @@ class BatchChecks:
         declared = Joining.from_options(options)
         if not options.verify or len(sizes) < 2:
             return declared
+        batch = _Batch(call, parameters, layout, sizes, run)
         key = mode, options.model_dump_json(), _kind_of(call_values(call, parameters), layout)
         known = self._known.get(key)
-        # otherwise every result belongs to one sample
-        matters = known is None or known.joining.reduces_floats
-        tensors = flatten_inputs(*call)[0]
-        waits = known is None or (
-            matters and self._late.is_due(key, tensors, layout, sizes, known.uneven)
-        )
-        now = uneven(tensors, layout, sizes, waits=waits) if matters else frozenset()
-        if (
-            known is None
-            or not known.is_decided
-            or known.sizes not in (None, tuple(sizes))
-            or not now <= known.uneven
-        ):
+        now = self._unequal_shares(batch, key, known)
+        if known is None or not known.covers(sizes, now):
             if not can_be_run():
                 return declared
-            try:
-                found = self._look(call, parameters, layout, sizes, declared, run, weigh)
-            except CarriedStateError as error:
-                raise BatchError(str(error)) from None
-            except BatchError as error:
-                raise self._with_advice(
-                    error, call, parameters, layout, options, run
-                ) from error.__cause__
+            found = self._look_and_advise(batch, options, declared, weigh)
             if found is None:  # nothing is known of the kind: its next batch is compared
                 return declared
             found.uneven = now
             if known is not None:
-                found.uneven |= known.uneven
-                found.looks += known.looks
-                found.is_decided |= found.looks >= _LOOKS
+                found.add(known)
             if len(self._known) >= _KNOWN:
                 self._known.clear()
             known = self._known[key] = found
         return dataclasses.replace(declared, found=known.joining.found)
 
-    def _with_advice(
-        self,
-        error: BatchError,
-        call: Call,
-        parameters: Parameters,
-        layout: BatchLayout,
-        options: BatchOptions,
-        run: Run,
-    ) -> BatchError:
+    def _unequal_shares(self, batch: _Batch, key: Hashable, known: _Kind | None) -> Uneven:
+        """Return the quantities of which the micro-batches have unequal shares."""
+        if known is not None and not known.joining.reduces_floats:
+            return frozenset()  # every result belongs to one sample
+        labels = batch.tensors, batch.layout, batch.sizes
+        waits = known is None or self._late.is_due(key, *labels, known.uneven)
+        return uneven(*labels, waits=waits)
+
+    def _look_and_advise(
+        self, batch: _Batch, options: BatchOptions, declared: Joining, weigh: Weights
+    ) -> _Kind | None:
+        """Compare a batch; extend an error by a declaration that works, if one is found."""
+        try:
+            return self._look(batch, declared, weigh)
+        except CarriedStateError as error:
+            raise BatchError(str(error)) from None
+        except BatchError as error:
+            raise self._with_advice(error, batch, options) from error.__cause__
+
+    def _with_advice(self, error: BatchError, batch: _Batch, options: BatchOptions) -> BatchError:
         """Return the error extended by the layout and, if found, a declaration that works."""
-        right = next(
-            (
-                one
-                for one in _others(call, parameters, layout, options)
-                if self._holds(call, parameters, one, run)
-            ),
-            None,
-        )
+        others = _others(batch.call, batch.parameters, batch.layout, options)
+        right = next((one for one in others if self._holds(batch, one)), None)
         advice = f"{_spelt(right)} gives the batch's results" if right is not None else _WAYS_OUT
         return BatchError(
-            f"{error}. The inputs were cut: {layout.description()}. {advice}; chunks=1 does not "
-            "cut the batch, and BatchOptions(verify=False) turns this check off"
+            f"{error}. The inputs were cut: {batch.layout.description()}. {advice}; chunks=1 does "
+            "not cut the batch, and BatchOptions(verify=False) turns this check off"
         )
 
-    def _holds(self, call: Call, parameters: Parameters, options: BatchOptions, run: Run) -> bool:
+    def _holds(self, batch: _Batch, options: BatchOptions) -> bool:
         """Return whether the batch may be split as these options declare."""
         try:
-            layout = call_layout(call, *flatten_inputs(*call), options, parameters)
+            layout = call_layout(
+                batch.call, *flatten_inputs(*batch.call), options, batch.parameters
+            )
             if layout.size < 2:
                 return False
             sizes = [layout.size // 2, layout.size - layout.size // 2]
-            found = self._look(
-                call,
-                parameters,
-                layout,
-                sizes,
-                Joining.from_options(options),
-                run,
-                lambda size: None,
-            )
+            other = dataclasses.replace(batch, layout=layout, sizes=sizes)
+            return self._look(other, Joining.from_options(options), lambda size: None) is not None
         except InputError:
             return False
-        return found is not None
 
     @torch.no_grad()
-    def _look(
-        self,
-        call: Call,
-        parameters: Parameters,
-        layout: BatchLayout,
-        sizes: Sequence[int],
-        declared: Joining,
-        run: Run,
-        weigh: Weights,
-    ) -> _Kind | None:
-        """Compare a batch; return None if the model fails on it, which its run will show."""
-        closeness = Closeness.for_tensors([*self._module.parameters(), *flatten_inputs(*call)[0]])
+    def _look(self, batch: _Batch, declared: Joining, weigh: Weights) -> _Kind | None:
+        """Compare a batch; return None if the model fails on it, which its run will show.
+
+        Raises:
+            BatchError: if its micro-batches give other results.
+        """
+        found, failure = self._compare(batch, declared, weigh)
+        if isinstance(failure, torch.OutOfMemoryError):
+            _warn_of_failure(failure)
+        elif failure is not None and found is None:
+            if not self._runs(batch):
+                return None
+            _warn_of_failure(failure)
+        return found or _Kind(declared, 1, True, None)
+
+    def _compare(
+        self, batch: _Batch, declared: Joining, weigh: Weights
+    ) -> tuple[_Kind | None, Exception | None]:
+        """Compare a few samples of a batch and, unless these are conclusive, the whole batch.
+
+        Returns:
+            The result; and the last failure of the model if a comparison was not possible.
+        """
+        closeness = Closeness.for_tensors([*self._module.parameters(), *batch.tensors])
         refusal: BatchError | None = None
         failure: Exception | None = None
         found: _Kind | None = None
-        few = _few(sizes)
+        few = _few(batch.sizes)
         # few samples first: the whole batch may need too much memory
-        for some in _distinct(few, list(sizes)):
+        for some in _distinct(few, list(batch.sizes)):
             try:
-                whole, parts, counted = self._run(call, parameters, layout, some, run)
+                results = self._run(batch, some)
             except _CutError as error:
                 refusal = refusal or error.refusal()
                 continue
@@ -229,60 +304,31 @@ class BatchChecks:
                 # the model's own code may raise anything, perhaps only for few samples
                 failure = error
                 continue
-            weights = _of_parts(weigh(layout.size), some)
-            joining, differences, is_open = find_rules(
-                whole, parts, some, declared, closeness, weights
-            )
-            unlike = None
-            if joining.reduces_floats:
-                unlike = unlike_counts(counted[0], counted[1:], weights or some)
-            if not differences and unlike is not None:
-                refusal = _unlike_counts_error(some, unlike)
+            weights = weigh(batch.layout.size)
+            joining, is_open, difference = results.compare(declared, closeness, weights)
+            if difference is not None:
+                refusal = difference
                 continue
-            if not differences:
-                # Few samples showed a difference and these sizes do not: the result holds only for
-                # these sizes.
-                found = _Kind(
-                    joining, 1, not is_open, tuple(sizes) if refusal is not None else None
-                )
-                if some == few and joining.reduces_floats:
-                    # the other samples may have other numbers of labels that count
-                    continue
-                return found
-            refusal = _refusal(differences[0], closeness)
+            # Few samples showed a difference and these sizes do not: the result holds only for
+            # these sizes.
+            only = tuple(batch.sizes) if refusal is not None else None
+            found = _Kind(joining, 1, not is_open, only)
+            # the other samples may have other numbers of labels that count
+            if some != few or not joining.reduces_floats:
+                return found, None
         if refusal is not None:
             raise refusal
-        if isinstance(failure, torch.OutOfMemoryError):
-            _warn_of_failure(failure)
-        elif failure and found is None:
-            if not self._runs(call, parameters, layout, sizes, run):
-                return None
-            _warn_of_failure(failure)
-        return found or _Kind(declared, 1, True, None)
+        return found, failure
 
-    def _run(
-        self,
-        call: Call,
-        parameters: Parameters,
-        layout: BatchLayout,
-        sizes: Sequence[int],
-        run: Run,
-    ) -> tuple[Any, list[Any], list[list[float]]]:
-        """Run the first samples of a batch, whole and split.
-
-        Returns:
-            The result of the whole; the results of the parts; and the numbers of labels that count
-            in means, for the whole and each part.
-        """
+    def _run(self, batch: _Batch, sizes: Sequence[int]) -> _Results:
+        """Run the first samples of a batch, whole and split into parts of these sizes."""
         total, draws = sum(sizes), RandomNumbers()
-        rest = [layout.size - total] if layout.size > total else []
-        (first, *_), cuts = (
-            layout.cut_call(call, parameters, [*some, *rest]) for some in ([total], sizes)
-        )
+        rest = [batch.layout.size - total] if batch.layout.size > total else []
+        (first, *_), cuts = (batch.cut([*some, *rest]) for some in ([total], sizes))
         watches = [LabelWeights() for _ in (total, *sizes)]
         state = CarriedState(self._module)
         with self._apart(), operations_in_eval_mode(), draws.recorded(), watches[0]:
-            whole = run(_copied(first))
+            whole = batch.run(_copied(first))
             state.note_batch()
         parts, start = [], 0
         # the parts run in order, and each sees the attributes and buffers that earlier parts left
@@ -290,31 +336,24 @@ class BatchChecks:
             for part, size, watch in zip(cuts, sizes, watches[1:], strict=False):
                 try:
                     with draws.replayed(start, size, total), watch:
-                        parts.append(run(_copied(part)))
+                        parts.append(batch.run(_copied(part)))
                 except Exception as error:
                     raise _CutError from error
                 start += size
 
             def run_last() -> Any:
                 with draws.replayed(total - sizes[-1], sizes[-1], total):
-                    return run(_copied(cuts[len(sizes) - 1]))
+                    return batch.run(_copied(cuts[len(sizes) - 1]))
 
             state.check(parts[-1], run_last)
-        return whole, parts, [watch.counted for watch in watches]
+        return _Results(sizes, whole, parts, [watch.counted for watch in watches])
 
-    def _runs(
-        self,
-        call: Call,
-        parameters: Parameters,
-        layout: BatchLayout,
-        sizes: Sequence[int],
-        run: Run,
-    ) -> bool:
+    def _runs(self, batch: _Batch) -> bool:
         """Return whether the model runs on the first micro-batch, unobserved."""
-        first, *_ = layout.cut_call(call, parameters, sizes)
+        first, *_ = batch.cut(batch.sizes)
         try:
             with self._apart():
-                run(_copied(first))
+                batch.run(_copied(first))
         except Exception:  # the model's own code may raise anything
             return False
         return True
