@@ -131,11 +131,8 @@ def profile(
     require_flags(training=training)
     require_shown(progress)
     how = combined(ProfileOptions, options, fields, profile)
-    batch_options, repeats, optimizer = (
-        how.batch_options or DEFAULT_OPTIONS,
-        how.repeats,
-        how.optimizer,
-    )
+    batch_options = how.batch_options or DEFAULT_OPTIONS
+    repeats, optimizer = how.repeats, how.optimizer
     args, kwargs = profile_inputs.split(example_inputs)
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
@@ -155,11 +152,7 @@ def profile(
         tensors, structure, layout = profile_inputs.trackable(
             args, kwargs, batch_options, Parameters.from_module(model)
         )
-        given = (
-            [tensors]
-            if batch_sizes is None
-            else profile_inputs.resized(tensors, layout, batch_sizes)
-        )
+        given = profile_inputs.resized(tensors, layout, batch_sizes)
         loss = given_loss(how.loss_fn, how.target, training, layout.size, batch_options)
         known = {
             kind: _remembered(folder, device, training, optimizer, repeats)
@@ -167,8 +160,7 @@ def profile(
         }
         calls = [structure.unflatten(batch) for batch in given]
         # workspaces first, so that no layer's measurement includes them
-        for device in found:
-            _begin_on(device)
+        _warm(found)
         with progress_bar(progress, steps(found, folder, disk)) as step:
             rows = list(known.values())
             graphs = _graphs(
@@ -236,14 +228,16 @@ def _warn_of_unsteady_times(
             _log.warning("%s", warning)
 
 
-def _begin_on(device: torch.device) -> None:
-    try:
-        warm_libraries(device)
-    except torch.OutOfMemoryError as error:
-        raise ProfilingError(
-            f"{device} has too little memory free to begin with: end what holds it there, or leave "
-            f"it out of devices= ({reason(error)})"
-        ) from error
+def _warm(found: Sequence[torch.device]) -> None:
+    """Allocate the workspaces of the devices' libraries, which take memory permanently."""
+    for device in found:
+        try:
+            warm_libraries(device)
+        except torch.OutOfMemoryError as error:
+            raise ProfilingError(
+                f"{device} has too little memory free to begin with: end what holds it there, or "
+                f"leave it out of devices= ({reason(error)})"
+            ) from error
 
 
 def _losses(

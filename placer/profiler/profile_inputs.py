@@ -53,18 +53,22 @@ def trackable(
     return [_trackable(item) for item in tensors], structure, layout
 
 
-def resized(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) -> list[list[Any]]:
+def resized(
+    tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int] | None
+) -> list[list[Any]]:
     """Return the inputs at other batch sizes, smallest first, repeated or sliced as needed.
 
     Args:
         tensors: the flattened inputs.
         layout: the batch dimension of each input.
-        sizes: numbers of samples.
+        sizes: numbers of samples; None for the inputs' own.
 
     Raises:
         InputError: if there is no size, a size is below 1 or listed twice, or the inputs have no
             batch dimension.
     """
+    if sizes is None:
+        return [list(tensors)]
     wanted = _in_order(layout, sizes)
     each = list(zip(tensors, layout.dims, strict=True))
     return [[_resized(tensor, dim, size) for tensor, dim in each] for size in wanted]

@@ -50,11 +50,7 @@ def describe(
         tensors, structure, layout = profile_inputs.trackable(
             args, kwargs, options, Parameters.from_module(model)
         )
-        given = (
-            [tensors]
-            if batch_sizes is None
-            else profile_inputs.resized(tensors, layout, batch_sizes)
-        )
+        given = profile_inputs.resized(tensors, layout, batch_sizes)
         graphs = capture_each(
             model, [structure.unflatten(batch) for batch in given], granularity, options=options
         )
