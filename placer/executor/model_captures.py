@@ -29,12 +29,11 @@ from placer.capture.pytrees import Structure
 from placer.errors import CaptureError
 from placer.executor.state.model_fingerprint import Attributes, Census
 from placer.schema import BatchOptions
+from placer.utils.bounded_dict import BoundedDict
 from placer.utils.user_warnings import warn
 
 _FEW_CALLS = 10
 _OFTEN = 3
-_KNOWN_SHAPES = 1000
-_KNOWN_KINDS = 1000
 _KEPT_CAPTURES = 200
 # Maximum time of a capture with symbolic sizes, in multiples of the first capture's time, which
 # counts as at least one second.
@@ -80,7 +79,7 @@ class Waiting:
     A kind comprises all calls that differ only in tensor sizes.
     """
 
-    _kinds: dict[Hashable, _Calls] = field(default_factory=dict)
+    _kinds: BoundedDict[Hashable, _Calls] = field(default_factory=BoundedDict)
     _now: _Calls | None = None
 
     def waits(self, kind: Hashable, tensors: Sequence[Any], capture_s: float) -> bool:
@@ -93,8 +92,6 @@ class Waiting:
             capture_s: the time of a capture in seconds.
         """
         if kind not in self._kinds:
-            if len(self._kinds) >= _KNOWN_KINDS:
-                self._kinds.clear()
             shapes = [tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors]
             self._kinds[kind] = _Calls(shapes, [set() for _ in tensors])
         calls = self._kinds[kind]
@@ -140,7 +137,8 @@ class ModelCaptures:
     refused: dict[Hashable, str] = field(default_factory=dict)
     times_forgotten: int = 0
     _captures: dict[Hashable, list[Capture]] = field(default_factory=dict)
-    _seen: dict[Hashable, Capture] = field(default_factory=dict)
+    # A key-value cache that grows with every call has a new shape each time.
+    _seen: BoundedDict[Hashable, Capture] = field(default_factory=BoundedDict)
     _census: Census | None = None
     _attributes: Attributes = field(default_factory=Attributes)
     _looks: int = 0
@@ -148,11 +146,11 @@ class ModelCaptures:
     _modes: dict[Hashable, int] = field(default_factory=dict)
     # whether a refused mode may be captured a second time
     _second: dict[Hashable, bool] = field(default_factory=dict)
-    _whole: dict[Hashable, frozenset[int]] = field(default_factory=dict)
-    _layouts: dict[Hashable, BatchLayout] = field(default_factory=dict)
+    _whole: BoundedDict[Hashable, frozenset[int]] = field(default_factory=BoundedDict)
+    _layouts: BoundedDict[Hashable, BatchLayout] = field(default_factory=BoundedDict)
     _made: int = 0
     _in_vain: int = 0
-    _passed_s: dict[Hashable, float] = field(default_factory=dict)
+    _passed_s: BoundedDict[Hashable, float] = field(default_factory=BoundedDict)
     _passing: Hashable = None
     _waiting: Waiting = field(default_factory=Waiting)
     _capture_s: float = 0.0
@@ -236,8 +234,6 @@ class ModelCaptures:
             None if options is DEFAULT_OPTIONS else options.model_dump_json(),
         )
         if key not in self._layouts:
-            if len(self._layouts) >= _KNOWN_SHAPES:
-                self._layouts.clear()
             self._layouts[key] = call_layout(call, tensors, inputs, options, self.parameters)
         return self._layouts[key]
 
@@ -269,8 +265,6 @@ class ModelCaptures:
                 found = self.captures([Part(list(tensors), inputs, layout.dims)], needed)
             if found is None:
                 return layout
-            if len(self._whole) >= _KNOWN_SHAPES:
-                self._whole.clear()
             self._whole[key] = inputs_of_other_lengths(found[0].exported.module.graph, layout.dims)
         return layout.without(self._whole[key].intersection(layout.undeclared()))
 
@@ -322,9 +316,6 @@ class ModelCaptures:
                 fitting = self._verified_capture(mode, kind, part, known)
                 if fitting is None:
                     return None
-            # a key-value cache that grows with every call has a new shape each time
-            if len(self._seen) >= _KNOWN_SHAPES:
-                self._seen.clear()
             self._seen[key] = fitting
         return self._seen[key]
 
@@ -371,8 +362,6 @@ class ModelCaptures:
         """
         if self._in_vain < _IN_VAIN or self._passed_s.get(key, 0.0) > self._capture_s:
             return False
-        if len(self._passed_s) >= _KNOWN_SHAPES:
-            self._passed_s.clear()
         self._passing = key
         if not self._has_warned:
             warn(

@@ -39,6 +39,7 @@ from placer.executor.checks.tolerances import Closeness, shown
 from placer.executor.output_joining import Difference, Joining, find_rules
 from placer.schema import BatchOptions
 from placer.schema.options import OTHERS, Cut
+from placer.utils.bounded_dict import BoundedDict
 from placer.utils.user_warnings import warn
 
 Run = Callable[[Call], Any]
@@ -50,7 +51,6 @@ weights."""
 # Samples per micro-batch of the comparison, if the batch has that many: code may treat a single
 # sample differently.
 _SLICE = 2
-_KNOWN = 1000
 # Maximum number of compared batches if first results, such as zeros, fit several rules.
 _LOOKS = 3
 
@@ -166,7 +166,7 @@ class BatchChecks:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._known: dict[Hashable, _Kind] = {}
+        self._known: BoundedDict[Hashable, _Kind] = BoundedDict()
         self._late = LateCounts()
 
     def joining(
@@ -214,8 +214,6 @@ class BatchChecks:
             found.uneven = now
             if known is not None:
                 found.add(known)
-            if len(self._known) >= _KNOWN:
-                self._known.clear()
             known = self._known[key] = found
         return dataclasses.replace(declared, found=known.joining.found)
 

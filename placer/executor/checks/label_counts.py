@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer import devices
 from placer.capture.batch_dims.batch_layout import BatchLayout
+from placer.utils.bounded_dict import BoundedDict
 
 # Elements of the largest tensor that is read in every step: about 1 ms.
 _LARGEST = 1 << 20
@@ -102,7 +103,7 @@ class LateCounts:
 
     def __init__(self) -> None:
         self._sent: list[_Sent] = []
-        self._found: dict[Hashable, Uneven] = {}
+        self._found: BoundedDict[Hashable, Uneven] = BoundedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without pending copies, whose marks cannot be pickled."""
@@ -155,16 +156,12 @@ class LateCounts:
         arrived = [one for one in self._sent if all(map(devices.has_passed, one.marks))]
         self._sent = [one for one in self._sent if not any(one is other for other in arrived)]
         for one in arrived:
-            if len(self._found) >= _MOST_KINDS:
-                self._found.clear()
             before = self._found.get(one.key, frozenset())
             self._found[one.key] = before | uneven(one.copies, one.layout, one.sizes, left_out)
 
 
 # Maximum number of batches with pending copies; a host that runs further ahead skips batches.
 _MOST_SENT = 4
-
-_MOST_KINDS = 1000
 
 
 def _is_read(tensor: Any) -> bool:

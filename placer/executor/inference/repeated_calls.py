@@ -7,7 +7,6 @@ host is the bottleneck.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
@@ -20,10 +19,8 @@ from placer.capture import autocast
 from placer.errors import StageError
 from placer.executor.inference.stream import Known, Streams, inference
 from placer.executor.model_captures import Capture, shapes
+from placer.utils.bounded_dict import BoundedDict
 from placer.utils.user_warnings import warn
-
-_KNOWN_CALLS = 1000
-"""Calls that are remembered; a bound on the host's memory."""
 
 _LOOKS = {4**power for power in range(1, 8)}
 """A call that is not cut is measured the 4th, 16th, ... time, since that waits for the devices."""
@@ -44,9 +41,10 @@ class RepeatedCalls:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._seen: set[_Call] = set()
-        self._refused: set[_Call] = set()
-        self._uncut: Counter[_Call] = Counter()
+        # by call that came before: whether it is recorded; False if that failed
+        self._known: BoundedDict[_Call, bool] = BoundedDict()
+        # how often each call came that is not cut
+        self._uncut: BoundedDict[_Call, int] = BoundedDict()
 
     def ahead(
         self,
@@ -70,7 +68,7 @@ class RepeatedCalls:
             changed.
         """
         call = _call(captures, parts, weights, pipelines)
-        if call in self._refused or call not in self._seen:
+        if not self._known.get(call):
             return None
         try:
             with inference():
@@ -99,16 +97,19 @@ class RepeatedCalls:
             failed, which an eager run names better.
         """
         call = _call(captures, parts, weights, pipelines)
-        if call in self._refused:
+        if call not in self._known:
+            if len(captures) > 1:
+                self._known[call] = True
+            else:
+                self._uncut[call] = self._uncut.get(call, 0) + 1
             return None
-        if call not in self._seen:
-            self._see(call)
+        if not self._known[call]:
             return None
         try:
             with inference():
                 return list(self._streams.open(_known(captures, parts, pipelines)))
         except (StageError, torch.OutOfMemoryError) as error:
-            self._refused.add(call)
+            self._known[call] = False
             # Half-made recordings hold memory that the eager run needs.
             self._streams.clear()
             if isinstance(error, torch.OutOfMemoryError):
@@ -117,16 +118,6 @@ class RepeatedCalls:
                     f"the host more time: there is no memory to record it: {error}"
                 )
             return None
-
-    def _see(self, call: _Call) -> None:
-        if len(call[0]) > 1:
-            if len(self._seen) >= _KNOWN_CALLS:
-                self._seen.clear()
-            self._seen.add(call)
-            return
-        if len(self._uncut) >= _KNOWN_CALLS:
-            self._uncut.clear()
-        self._uncut[call] += 1
 
     @contextmanager
     def looked_at(
@@ -150,7 +141,7 @@ class RepeatedCalls:
         if (
             self._uncut.get(call) not in _LOOKS
             or captures[0].exported.input_changes is not None
-            or call in self._refused
+            or call in self._known
         ):
             yield
             return
@@ -162,7 +153,7 @@ class RepeatedCalls:
         for place in places:
             devices.synchronise(place)
         if issued - began > _HOSTS_SHARE * (perf_counter() - began):
-            self._seen.add(call)
+            self._known[call] = True
 
 
 def _known(

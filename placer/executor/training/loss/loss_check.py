@@ -32,9 +32,9 @@ from placer.executor.output_joining import Joining, find_rules, join
 from placer.executor.training.loss.label_weights import LabelWatch
 from placer.executor.training.loss.loss_weights import Goals, Weighed, Weighing
 from placer.executor.training.training_batch import Batch
+from placer.utils.bounded_dict import BoundedDict
 from placer.utils.user_warnings import warn
 
-_KNOWN = 1000
 # Minimum size assumed for results when judging whether gradients matter, because some start at
 # zero.
 _FLOOR = 1e-2
@@ -49,7 +49,7 @@ class LossChecks:
 
     def __init__(self, loss_fn: Weighing) -> None:
         self._loss_fn = loss_fn
-        self._known: dict[Hashable, tuple[Joining, Uneven, Uneven]] = {}
+        self._known: BoundedDict[Hashable, tuple[Joining, Uneven, Uneven]] = BoundedDict()
         self._left_out: set[int] = set()
         self._late = LateCounts()
 
@@ -114,8 +114,6 @@ class LossChecks:
         return found
 
     def _note(self, batch: Batch, joining: Joining) -> None:
-        if len(self._known) >= _KNOWN:
-            self._known.clear()
         inputs, target = _uneven(batch, self._left_out, waits=True)
         _, inputs_before, target_before = self._known.get(
             _kind(batch), (joining, frozenset(), frozenset())
