@@ -51,6 +51,10 @@ class Value:
     source: str | None
     from_values: bool = False
 
+    def on_meta(self) -> Any:
+        """Return a tensor like the value on ``meta``; 1 for a number."""
+        return 1 if self.dtype is None else torch.empty(self.shape, dtype=self.dtype, device="meta")
+
 
 @dataclass(frozen=True)
 class Layer:

@@ -121,6 +121,7 @@ from placer.devices.tensor_parts import (
     take_over_object,
     unwrapped_all,
     with_tensors,
+    write_count,
 )
 from placer.devices.timing.clock import Clock
 from placer.devices.timing.device_time import lasting_ms, pause, queued_ms, replay_ms
@@ -250,4 +251,5 @@ __all__ = [
     "with_tensors",
     "without_attention_plans",
     "write",
+    "write_count",
 ]

@@ -497,3 +497,8 @@ def storages(tensors: Sequence[Tensor]) -> list[ref[torch.UntypedStorage]]:
             with suppress(NotImplementedError, RuntimeError):
                 found.append(ref(part.untyped_storage()))
     return found
+
+
+def write_count(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; 0 for an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version

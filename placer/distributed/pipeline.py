@@ -25,9 +25,9 @@ from placer.distributed.schedules import LibrarySchedule
 from placer.distributed.stage import StageModule
 from placer.distributed.state import checkpoint
 from placer.distributed.state.partial_modules import Names
-from placer.distributed.state.rank_weights import Weights, is_hooked
+from placer.distributed.state.rank_weights import Weights
 from placer.errors import InputError, PlacerError
-from placer.executor.state.parameter_hooks import hooks_run_once
+from placer.executor.state.parameter_hooks import has_hooks, hooks_run_once
 
 _OTHER = (
     "for a smaller last batch build a second pipeline from the same model, its example one "
@@ -479,7 +479,7 @@ class Pipeline:
             if queue is not None:
                 queue.reached.clear()
                 parameters = list(stage.submod.parameters())
-                queue.idle = any(is_hooked(item) for item in parameters)
+                queue.idle = any(has_hooks(item) for item in parameters)
                 made |= {
                     id(item): item
                     for item in parameters

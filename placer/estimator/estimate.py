@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from placer.capture import input_forms
 from placer.capture.argument_checks import require_module
 from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
@@ -228,7 +229,9 @@ def _smaller(
     """Return smaller micro-batches of the model; None if its inputs have no samples."""
     options = how.batch_options or DEFAULT_OPTIONS
     tensors, structure, layout = profile_inputs.trackable(
-        *profile_inputs.split(subject.inputs), options, Parameters.from_module(subject.module)
+        *input_forms.call_arguments(subject.inputs, "example_inputs"),
+        options,
+        Parameters.from_module(subject.module),
     )
     if layout.lists or all(dim is None for dim in layout.dims):
         return None
@@ -307,7 +310,7 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 def _texts(inputs: Any) -> tuple[str, ...]:
     """Return the inputs as words, as a command line gives them."""
-    args, kwargs = profile_inputs.split(inputs)
+    args, kwargs = input_forms.call_arguments(inputs, "example_inputs")
     named: list[tuple[str, Any]] = [*((("", one)) for one in args), *kwargs.items()]
     texts = []
     for name, one in named:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from placer import schema
+from placer.capture import input_forms
 from placer.capture.argument_checks import require_module
 from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
-from placer.capture.layers import LayerGraph, Value
+from placer.capture.layers import LayerGraph
 from placer.devices import CPU, unobserved
 from placer.estimator.fake_layers import FakeLoss, estimate_layers
 from placer.estimator.repeated_blocks import short_model, whole_profile
@@ -61,7 +62,7 @@ def estimated_profile(
     require_module(model)
     require_flags(training=training)
     how = options or schema.ProfileOptions()
-    args, kwargs = profile_inputs.split(example_inputs)
+    args, kwargs = input_forms.call_arguments(example_inputs, "example_inputs")
     with unobserved(), torch.inference_mode(False), profile_inputs.mode(model, training):
         short = short_model(model, args, kwargs)
         if short is not None:
@@ -111,7 +112,7 @@ def estimated_graph_profile(
     """
     rebuilt = rebuild(graph)
     with unobserved(), torch.inference_mode(False):
-        inputs = [_empty(rebuilt.values[name]) for name in rebuilt.inputs]
+        inputs = [rebuilt.values[name].on_meta() for name in rebuilt.inputs]
         return _profile(rebuilt, inputs, cluster, rebuilt.training, optimizer)
 
 
@@ -141,11 +142,6 @@ def _profile(
         kind: row for kind, is_gpu in on_gpu.items() if (row := found[is_gpu].loss) is not None
     }
     return with_loss(profile, graph, loss, losses)
-
-
-def _empty(value: Value) -> Any:
-    """Return a model input on ``meta``; a number is 1."""
-    return 1 if value.dtype is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _near(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:

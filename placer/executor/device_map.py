@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from placer.executor.state.assignment import Assignment
+from placer.utils.python_objects import attribute_set
 
 Place = int | str | torch.device
 
@@ -28,14 +29,16 @@ def device_map_set(module: nn.Module, assignment: Assignment) -> Iterator[None]:
         assignment: the devices of its modules.
     """
     with ExitStack() as attributes:
-        attributes.enter_context(_set(module, "hf_device_map", device_map(module, assignment)))
+        attributes.enter_context(
+            attribute_set(module, "hf_device_map", device_map(module, assignment))
+        )
         encoder = _encoder(module)
         if encoder is not None and not hasattr(encoder, "_hf_hook"):
             # For a model with such a map, ``generate`` adds a permanent hook of accelerate to an
             # encoder without one. Results reach their devices without it, so a placeholder prevents
             # it.
             attributes.enter_context(
-                _set(encoder, "_hf_hook", SimpleNamespace(io_same_device=True))
+                attribute_set(encoder, "_hf_hook", SimpleNamespace(io_same_device=True))
             )
         yield
 
@@ -81,16 +84,3 @@ def _spelled(device: torch.device) -> Place:
     A CPU keeps its index, because ``"cpu"`` would mean offloaded weights.
     """
     return device.index if device.type == "cuda" else f"{device.type}:{device.index or 0}"
-
-
-@contextmanager
-def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Give a module an attribute inside the block, then restore the previous value."""
-    own = vars(module)
-    before = {name: own[name]} if name in own else {}
-    own[name] = value
-    try:
-        yield
-    finally:
-        own.pop(name, None)
-        own.update(before)

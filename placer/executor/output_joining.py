@@ -23,6 +23,7 @@ from placer.capture.pytrees import container_parts, flatten
 from placer.errors import InputError
 from placer.schema import BatchOptions
 from placer.schema.options import OTHERS, Join, rule_for
+from placer.utils.dtypes import is_differentiable
 
 # A mean with equal weights of samples, where the loss weighs them differently.
 _SAMPLES_MEAN: Any = "mean over samples"
@@ -446,9 +447,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.is_floating_point() or value.is_complex()
-    return isinstance(value, (float, complex))
+    return is_differentiable(value) or isinstance(value, (float, complex))
 
 
 def _is_complex(value: Any) -> bool:

@@ -44,6 +44,7 @@ from placer.executor.state.assignment import Assignment
 from placer.executor.state.batch_statistics import refuse_uncaptured
 from placer.executor.state.replication import ONE_PIPELINE
 from placer.schema import BatchOptions
+from placer.utils.python_objects import attribute_set
 
 Around: TypeAlias = Callable[..., Any]
 """Runs a function: its arguments are the function, and the function's arguments."""
@@ -275,10 +276,15 @@ class PlacedCalls:
 
         A model whose class has a ``__call__`` of its own keeps it: it may do more, as any other
         method.
+
+        Args:
+            called: takes the arguments of a call; it may run the model by its ``_call_impl``.
         """
         module = self._placed.module
-        is_torchs = type(module).__call__.__module__.startswith("torch.")
-        return _calls_replaced(module, called) if is_torchs else nullcontext()
+        if not type(module).__call__.__module__.startswith("torch."):
+            return nullcontext()
+        # ``module.compile()`` puts its own replacement of calls there, too
+        return attribute_set(module, "_compiled_call_impl", called)
 
     def _around(self, around: Around | None, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model while the flow is applied to it, inside of ``around``."""
@@ -513,25 +519,6 @@ class _Block(threading.local):
         """Raise a CancelledError if nobody takes the result of this thread's generation."""
         if self.is_cancelled is not None and self.is_cancelled():
             raise CancelledError
-
-
-@contextmanager
-def _calls_replaced(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace the calls of a module for a while; its ``forward`` stays what it was.
-
-    Args:
-        module: any.
-        call: takes the arguments of a call; it may run the module by its ``_call_impl``.
-    """
-    # ``module.compile()`` puts its own replacement of calls there, too
-    own, name = module.__dict__, "_compiled_call_impl"
-    was = {name: own[name]} if name in own else {}
-    own[name] = call
-    try:
-        yield
-    finally:
-        del own[name]
-        own.update(was)
 
 
 def _weigh(options: BatchOptions, call: Call, size: int) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from placer import schema
+from placer.capture import input_forms
 from placer.capture.argument_checks import require_module
 from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.declared_layout import (
@@ -133,7 +134,7 @@ def profile(
     how = combined(ProfileOptions, options, fields, profile)
     batch_options = how.batch_options or DEFAULT_OPTIONS
     repeats, optimizer = how.repeats, how.optimizer
-    args, kwargs = profile_inputs.split(example_inputs)
+    args, kwargs = input_forms.call_arguments(example_inputs, "example_inputs")
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
     folder = open_cache(how.cache)

@@ -18,11 +18,6 @@ from placer.errors import InputError
 from placer.schema import BatchOptions
 
 
-def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments; see ``placer.capture.input_forms``."""
-    return input_forms.call_arguments(example_inputs, "example_inputs")
-
-
 def trackable(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -89,9 +84,11 @@ def sizes(
         parameters: the signature of the model's forward method.
 
     Raises:
-        InputError: as for ``split``, ``trackable`` and ``resized``.
+        InputError: as for ``call_arguments``, ``trackable`` and ``resized``.
     """
-    _, _, layout = trackable(*split(example_inputs), options, parameters)
+    _, _, layout = trackable(
+        *input_forms.call_arguments(example_inputs, "example_inputs"), options, parameters
+    )
     return [layout.size] if batch_sizes is None else _in_order(layout, batch_sizes)
 
 

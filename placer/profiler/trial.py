@@ -16,6 +16,7 @@ from placer.capture.batch_counters import added_together, batch_counters
 from placer.capture.layers import Layer, Value
 from placer.capture.weight_grads.deferred import DeferWeightGradients, GradientQueue, ImmediateQueue
 from placer.devices.allocator.storage_watch import storage_of
+from placer.utils.dtypes import is_differentiable
 
 
 class Trial:
@@ -62,7 +63,7 @@ class Trial:
                 if (
                     isinstance(read, Tensor)
                     and values[name].requires_grad
-                    and _differentiable(read)
+                    and is_differentiable(read)
                 ):
                     read.requires_grad_()
         self.parameters = [tensor for tensor in self.state if training and tensor.requires_grad]
@@ -241,7 +242,7 @@ def bring_input(value: Any, device: torch.device) -> Any:
         return devices.copy(value, device)
     if value.dtype == torch.bool:
         return torch.ones(value.shape, dtype=value.dtype, device=device)
-    if not _differentiable(value):
+    if not is_differentiable(value):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return torch.empty_like(value, device=device).copy_(torch.randn(value.shape, device=device))
 
@@ -249,14 +250,10 @@ def bring_input(value: Any, device: torch.device) -> Any:
 def _random_state(tensor: Tensor, device: torch.device, is_parameter: bool) -> Tensor:
     """Return small random numbers: positive for buffers, which may be variances."""
     made = torch.empty_like(tensor, device=device)
-    if not _differentiable(tensor):
+    if not is_differentiable(tensor):
         return made.zero_()
     low = -0.02 if is_parameter else 0.01
     return made.copy_(torch.empty(tensor.shape, device=device).uniform_(low, 0.02))
-
-
-def _differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _alias(tensor: Tensor) -> Tensor:

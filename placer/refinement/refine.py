@@ -23,7 +23,6 @@ from placer.capture.loss_functions import LossFunction
 from placer.capture.pytrees import flatten
 from placer.errors import InputError, kind_of
 from placer.executor.engine.compiled_segments import backend_of
-from placer.profiler import profile_inputs
 from placer.profiler.profile import profile as measure_profile
 from placer.refinement.correction import improve
 from placer.refinement.stage_times import Stages, device_times
@@ -211,7 +210,7 @@ def _refuse_unlike(
             f"the placement has a layer {unknown!r}, and the profile has none; give the profile "
             "that it was solved from"
         )
-    leaves, _ = flatten(profile_inputs.split(example_inputs))
+    leaves, _ = flatten(input_forms.call_arguments(example_inputs, "example_inputs"))
     input_forms.require_tensors(example_inputs, leaves, "example_inputs")
     samples = input_layout(model, example_inputs, profile.batch_options, "example_inputs").size
     # a profile without a hash was written by hand and may omit its batch size

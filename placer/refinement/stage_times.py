@@ -67,7 +67,7 @@ class Stages:
         self._param_bytes = (
             sum(layer.param_bytes for layer in profile.layers) if profile.graph_hash else None
         )
-        args, kwargs = profile_inputs.split(example_inputs)
+        args, kwargs = input_forms.call_arguments(example_inputs, "example_inputs")
         tensors, structure, _ = profile_inputs.trackable(args, kwargs)
         self._args, self._kwargs = structure.unflatten(tensors)
         self._loss_fn = loss_fn or _mean

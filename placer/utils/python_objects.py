@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -52,6 +54,19 @@ def fields(value: Any) -> dict[str, Any]:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 found[name] = getattr(value, name)
     return found
+
+
+@contextmanager
+def attribute_set(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own inside the block, then restore the previous value."""
+    attributes = vars(holder)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        attributes.pop(name, None)
+        attributes.update(before)
 
 
 def _has_own_class(value: Any) -> bool:

@@ -87,9 +87,6 @@ def _arguments_of(name: str) -> _Arguments:
     return _Arguments.LENGTHS if name in TAKES_LENGTHS else _Arguments.ANY
 
 
-Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-"""Called after every function with (function, args, kwargs, result)."""
-
 AlignAgain = Callable[[], AbstractContextManager["Alignment"]]
 """A context in which a checkpoint's second run in the backward pass aligns its operations."""
 
@@ -98,7 +95,6 @@ class Alignment(ExtendedFunctionMode):
     """A mode that moves the tensors of each operation to one device.
 
     Args:
-        observer: called after every function; None by default.
         renewal: aligns operations that a checkpoint runs again in the backward pass; None leaves
             them.
 
@@ -106,10 +102,9 @@ class Alignment(ExtendedFunctionMode):
         place: the device of the latest module; None before the first.
     """
 
-    def __init__(self, observer: Observer | None = None, renewal: AlignAgain | None = None) -> None:
+    def __init__(self, renewal: AlignAgain | None = None) -> None:
         super().__init__()
         self.place: torch.device | None = None
-        self._observer = observer
         self._renewal = renewal
         self._is_paused = False
 
@@ -158,10 +153,7 @@ class Alignment(ExtendedFunctionMode):
             arguments is _Arguments.ANY and not _are_on_one_device(args, kwargs)
         ):
             args, kwargs = self._aligned(name, args, kwargs)
-        result = func(*args, **kwargs)
-        if self._observer is not None:
-            self._observer(func, args, kwargs, result)
-        return result
+        return func(*args, **kwargs)
 
     def custom_function_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a custom function's arguments on one device: it may save them for backward.

@@ -229,7 +229,7 @@ class TemporaryMove:
             )
             if now is was:
                 return was
-            self._moved[id(was)] = was, now, _write_count(now)
+            self._moved[id(was)] = was, now, devices.write_count(now)
         return self._moved[id(was)][1]
 
     def _put(
@@ -247,7 +247,7 @@ class TemporaryMove:
     def restore(self) -> None:
         """Restore the original tensors in place of the moved ones, with written values."""
         for was, now, writes in self._moved.values():
-            if _write_count(now) != writes:
+            if devices.write_count(now) != writes:
                 _write(was, now)
         self._moved.clear()
         while self._done:
@@ -327,11 +327,6 @@ def _write(tensor: Tensor, value: Tensor) -> None:
     """
     if not (tensor.is_leaf and tensor.requires_grad):
         tensor.copy_(devices.move(value, devices.location(tensor)))
-
-
-def _write_count(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; torch does not count it for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _item(nest: Any, place: Any) -> Any:

@@ -31,6 +31,7 @@ from placer.distributed.replicas import Replicas
 from placer.distributed.stage_line import Line
 from placer.distributed.state.gradient_sums import GradientSums
 from placer.errors import InputError, PlacementError
+from placer.executor.state.parameter_hooks import has_hooks
 from placer.executor.state.replication import Replication, owners
 from placer.executor.state.state_moves import relocate
 
@@ -387,7 +388,7 @@ class Weights:
         Each process would show the hook only its own part of the gradient.
         """
         for name, tensor in tensors.items():
-            if is_hooked(tensor):
+            if has_hooks(tensor):
                 users = "layers on several devices use it"
                 way_out = "place them on one device, or change"
                 if name not in self._shared:
@@ -443,11 +444,6 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     return (
         nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
     )
-
-
-def is_hooked(tensor: Tensor) -> bool:
-    """Return whether the tensor has gradient hooks."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def _gradient_and_flag(copy: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from placer import devices
 from placer.capture.pytrees import flatten
 from placer.errors import BatchError
 from placer.executor.checks.tolerances import COARSEST, TOLERANCES, shown
+from placer.utils.dtypes import is_differentiable
 from placer.utils.user_warnings import warn
 
 # Rounding errors of a buffer's largest values that count as equal.
@@ -54,7 +55,7 @@ class _Buffer:
     def is_written(self) -> bool:
         """Whether something wrote to it or replaced it."""
         tensor = self.module._buffers.get(self.key)
-        return tensor is not self.tensor or _version(tensor) != self.version
+        return tensor is not self.tensor or devices.write_count(tensor) != self.version
 
     def put(self, values: tuple[Tensor, ...]) -> None:
         """Set its values, in its own tensor."""
@@ -79,7 +80,7 @@ class CarriedState:
                 module,
                 key,
                 buffer,
-                _version(buffer),
+                devices.write_count(buffer),
                 _copies(devices.own_parts(buffer)),
             )
             for path, module in model.named_modules()
@@ -158,11 +159,6 @@ class CarriedStateError(BatchError):
     """
 
 
-def _version(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor; 0 where torch does not count them."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _copies(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor.detach().clone() for tensor in tensors)
 
@@ -180,7 +176,7 @@ def _is_same_change(before: Tensor, one: Tensor, other: Tensor) -> bool:
 
     Changes are compared: a change of 1 matters to a counter at 1,000,000.
     """
-    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
+    if one.shape != other.shape or not is_differentiable(one):
         return one.equal(other)
     change = one - before if one.shape == before.shape else one
     rounding = _ROUNDINGS * torch.finfo(one.dtype).eps * float(one.norm())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.capture import autocast
+from placer.utils.dtypes import is_differentiable
 
 TOLERANCES: dict[torch.dtype, float] = {
     torch.float64: 1e-9,
@@ -77,7 +78,7 @@ class Closeness:
 
     def _are_close(self, one: Tensor, other: Tensor) -> bool:
         one, other = _plain(one), _plain(other)
-        if not (one.is_floating_point() or one.is_complex()):
+        if not is_differentiable(one):
             unlike = int((one != other).sum())
             return unlike <= (
                 _INDICES * self.tolerance * one.numel() if one.dtype != torch.bool else 0

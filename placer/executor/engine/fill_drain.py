@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.capture.pytrees import flatten
 from placer.devices import Courier
 from placer.executor.engine.engine import Engine
 from placer.executor.engine.slot import Slot
@@ -125,3 +126,9 @@ def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
 def to_device(values: Sequence[Any], device: torch.device) -> list[Any]:
     """Return the values with every tensor on one device."""
     return [devices.move(value, device) if isinstance(value, Tensor) else value for value in values]
+
+
+def to_device_nest(nest: Any, device: torch.device) -> Any:
+    """Return a nested value with every tensor on one device."""
+    leaves, structure = flatten(nest)
+    return structure.unflatten(to_device(leaves, device))

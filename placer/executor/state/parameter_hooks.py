@@ -14,7 +14,7 @@ HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """Returns the hooks of a parameter, by kind."""
 
 
-def has_hooks(parameter: nn.Parameter) -> bool:
+def has_hooks(parameter: Tensor) -> bool:
     """Return whether the user has hooks on a parameter; those that only look on do not count."""
     return any(
         not isinstance(hook, devices.Onlooker)

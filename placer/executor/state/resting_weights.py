@@ -252,8 +252,7 @@ class Unit:
         self._left = 0
 
     def _versions(self) -> list[int]:
-        # Inference tensors have no version counter.
-        return [0 if one.is_inference() else one._version for one in self._parameters]
+        return [*map(devices.write_count, self._parameters)]
 
 
 class Action:

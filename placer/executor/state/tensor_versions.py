@@ -45,7 +45,7 @@ def writes(tensors: Sequence[Tensor]) -> list[Any]:
         versions = [*map(_VERSION, inside)]
     except RuntimeError:
         # torch does not count the writes to tensors that were made in inference mode
-        versions = [0 if tensor.is_inference() else tensor._version for tensor in inside]
+        versions = [*map(devices.write_count, inside)]
     return [step, *versions, *devices.addresses(inside), *devices.storages(inside)]
 
 

@@ -24,10 +24,10 @@ from placer.capture.loss_functions import (
     require_gradient,
     require_real_number,
 )
-from placer.capture.pytrees import detached_nest, flatten
+from placer.capture.pytrees import detached_nest
 from placer.errors import BatchError, InputError, StageError
 from placer.executor.engine.compiled_segments import Backend
-from placer.executor.engine.fill_drain import to_device
+from placer.executor.engine.fill_drain import to_device_nest
 from placer.executor.engine.shares import part_sizes
 from placer.executor.output_joining import Joining, join
 from placer.executor.placed_calls import PlacedCalls
@@ -450,12 +450,6 @@ class TrainStep:
         assignment = self.placed.assignment
         device = assignment.of_path(layer) if assignment is not None and layer else None
         return Place(micro_batch, "training", 0, 0, device or self._settings.output_device, layer)
-
-
-def to_device_nest(nest: Any, place: torch.device) -> Any:
-    """Return a nest with every tensor on one device."""
-    leaves, structure = flatten(nest)
-    return structure.unflatten(to_device(leaves, place))
 
 
 def _target_advice(error: BaseException, batch: Batch, options: BatchOptions) -> str:

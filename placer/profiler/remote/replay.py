@@ -37,6 +37,7 @@ from placer.schema.graph import (
     Operation,
     ProfileRequest,
 )
+from placer.utils.dtypes import is_differentiable
 
 
 def replay(request: ProfileRequest) -> schema.Profile:
@@ -60,7 +61,7 @@ def replay(request: ProfileRequest) -> schema.Profile:
     for device in found:
         by_type.setdefault(type_name(device), device)
     optimizer = OptimizerState(request.optimizer if training else None)
-    inputs = [_meta(graph.values[name]) for name in graph.inputs]
+    inputs = [graph.values[name].on_meta() for name in graph.inputs]
     steps = len({layer.signature for layer in graph.layers}) * len(by_type) + links_to_measure(
         found, None
     )
@@ -107,7 +108,7 @@ def _state(one: GraphState) -> Tensor:
         5 if one.memory_format.endswith("3d") else 4
     ):
         tensor = tensor.to(memory_format=getattr(torch, one.memory_format))
-    trained = one.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+    trained = one.requires_grad and is_differentiable(tensor)
     return nn.Parameter(tensor, trained) if one.kind == "parameter" else tensor
 
 
@@ -118,11 +119,6 @@ def _value(value: GraphValue) -> Value:
     )
     batch = 0 if value.batched else None
     return Value(value.name, value.shape, dtype, size, batch, value.differentiable, value.source)
-
-
-def _meta(value: Value) -> Any:
-    """Return a model input on ``meta``, later replaced by random values; a number is 1."""
-    return 1 if value.dtype is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _layer(layer: GraphLayer) -> Layer:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from placer.capture import input_forms
 from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
 from placer.capture.granularity import Granularity
@@ -45,7 +46,7 @@ def describe(
         InputError: if inputs, granularity or batch sizes are invalid.
         CaptureError: if the model cannot be captured or has an operation that cannot be described.
     """
-    args, kwargs = profile_inputs.split(example_inputs)
+    args, kwargs = input_forms.call_arguments(example_inputs, "example_inputs")
     with unobserved(), torch.inference_mode(False), profile_inputs.mode(model, training):
         tensors, structure, layout = profile_inputs.trackable(
             args, kwargs, options, Parameters.from_module(model)

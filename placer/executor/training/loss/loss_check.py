@@ -28,11 +28,13 @@ from placer.errors import InputError
 from placer.executor.checks.batch_check import difference_error
 from placer.executor.checks.label_counts import LateCounts, Uneven, uneven
 from placer.executor.checks.tolerances import Closeness
+from placer.executor.engine.fill_drain import to_device_nest
 from placer.executor.output_joining import Joining, find_rules, join
 from placer.executor.training.loss.label_weights import LabelWatch
 from placer.executor.training.loss.loss_weights import Goals, Weighed, Weighing
 from placer.executor.training.training_batch import Batch
 from placer.utils.bounded_dict import BoundedDict
+from placer.utils.dtypes import is_differentiable
 from placer.utils.user_warnings import warn
 
 # Minimum size assumed for results when judging whether gradients matter, because some start at
@@ -147,11 +149,11 @@ class _Comparison:
 
     def parts(self) -> list[Any]:
         """Return the results of the micro-batches on the device of the loss."""
-        return [_on(result, self.place) for result in self.results]
+        return [to_device_nest(result, self.place) for result in self.results]
 
     def target(self) -> Any:
         """Return the target, with its weights if any, on the device of the loss."""
-        return _on(self.goals.structure.unflatten(self.goals.leaves), self.place)
+        return to_device_nest(self.goals.structure.unflatten(self.goals.leaves), self.place)
 
     def loss_of_batch(self, parts: Sequence[Any], target: Any) -> Tensor:
         """Return the loss of the batch from the results of micro-batches and the target."""
@@ -198,7 +200,7 @@ def compare_losses(
     place = devices.location(loss)
     # the current device, which a bare "cuda" in loss_fn refers to
     with host_rng.restored_generators(), devices.Lane(place, caller=True):
-        outputs, goal = _on(whole, place), _on(target, place)
+        outputs, goal = to_device_nest(whole, place), to_device_nest(target, place)
         try:
             # a loss may compute gradients of its own leaves, or of the results
             with labels, torch.enable_grad():
@@ -353,12 +355,8 @@ def _both_gradients(
 
 def _differentiable(nest: Any) -> list[Tensor]:
     """Return copies of a nest's floating-point tensors that require gradients."""
-    some = [leaf for leaf in flatten(nest)[0] if _takes_gradients(leaf)]
+    some = [leaf for leaf in flatten(nest)[0] if is_differentiable(leaf)]
     return [leaf.detach().requires_grad_() for leaf in some]
-
-
-def _takes_gradients(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _with_copies(nest: Any, leaves: Sequence[Tensor]) -> Any:
@@ -366,7 +364,7 @@ def _with_copies(nest: Any, leaves: Sequence[Tensor]) -> Any:
     given = iter(leaves)
     old, structure = flatten(nest)
     return structure.unflatten(
-        [next(given).clone() if _takes_gradients(leaf) else leaf for leaf in old]
+        [next(given).clone() if is_differentiable(leaf) else leaf for leaf in old]
     )
 
 
@@ -490,10 +488,3 @@ def _uneven(batch: Batch, left_out: Collection[int], waits: bool) -> tuple[Uneve
     if batch.joining.reduces_floats:  # otherwise no result is a mean over labels among the inputs
         inputs = uneven(batch.tensors, batch.layout, batch.sizes, left_out, waits)
     return inputs, uneven(goals.leaves, goals.layout, batch.sizes, left_out, waits)
-
-
-def _on(nest: Any, place: torch.device) -> Any:
-    leaves, structure = flatten(nest)
-    return structure.unflatten(
-        [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    )

@@ -11,10 +11,7 @@ compiled with whole backward passes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from placer import devices
 from placer.capture import autocast
@@ -33,6 +30,7 @@ from placer.executor.training.stages.recomputed_stage import RecomputedStage
 from placer.executor.training.stages.split_segments import OpenedSegment, compiled_loss
 from placer.executor.training.stages.training_slot import Head
 from placer.executor.training.stages.training_stage import TrainingStage
+from placer.utils.dtypes import is_differentiable
 
 
 def compile_stage(stage: TrainingStage, backend: Backend) -> None:
@@ -149,17 +147,13 @@ def _awaited_by_loss(stage: TrainingStage) -> set[str]:
     leaves = {
         name: value.detach().requires_grad_()
         for name, value in values.items()
-        if _is_differentiable(value)
+        if is_differentiable(value)
     }
     with torch.enable_grad(), autocast.uncached(stage.device):
         loss, _ = head.loss([leaves.get(name, values[name]) for name in head.names], slot.targets)
     with autocast.disabled(stage.device):
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     return {name for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _trial_ms(stage: TrainingStage) -> float:
