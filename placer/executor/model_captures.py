@@ -76,7 +76,8 @@ class _Calls:
 class Waiting:
     """The calls of one model that wait for a capture.
 
-    A kind comprises all calls that differ only in tensor sizes.
+    A kind comprises all calls that differ only in tensor sizes. Where each call would need a
+    capture of its own, it comprises calls of equal sizes.
     """
 
     _kinds: BoundedDict[Hashable, _Calls] = field(default_factory=BoundedDict)
@@ -130,12 +131,14 @@ class ModelCaptures:
         refused: by mode, why torch.export refused it or how the graph differs; these modes use
             hooks.
         times_forgotten: how often all captures were discarded.
+        waiting: the calls that use hooks instead of a capture of their own.
     """
 
     module: nn.Module
     compare: Callable[[Capture, Part], str] = lambda capture, part: ""
     refused: dict[Hashable, str] = field(default_factory=dict)
     times_forgotten: int = 0
+    waiting: Waiting = field(default_factory=Waiting)
     _captures: dict[Hashable, list[Capture]] = field(default_factory=dict)
     # A key-value cache that grows with every call has a new shape each time.
     _seen: BoundedDict[Hashable, Capture] = field(default_factory=BoundedDict)
@@ -150,9 +153,6 @@ class ModelCaptures:
     _layouts: BoundedDict[Hashable, BatchLayout] = field(default_factory=BoundedDict)
     _made: int = 0
     _in_vain: int = 0
-    _passed_s: BoundedDict[Hashable, float] = field(default_factory=BoundedDict)
-    _passing: Hashable = None
-    _waiting: Waiting = field(default_factory=Waiting)
     _capture_s: float = 0.0
     _has_warned: bool = False
 
@@ -309,7 +309,7 @@ class ModelCaptures:
                 kind = mode, inputs.key, _kinds(tensors)
                 if not needed and (
                     known_only
-                    or self._had_better_pass(key)
+                    or self._had_better_pass(key, tensors)
                     or (waits and self._waits(kind, tensors))
                 ):
                     return None
@@ -325,7 +325,7 @@ class ModelCaptures:
         """Return a new capture, added to ``known``; None if the model or the result refuses it."""
         try:
             refuse_hooks(self.module)
-            capture = self._new_capture(known, part, self._waiting.free(kind, part.tensors))
+            capture = self._new_capture(known, part, self.waiting.free(kind, part.tensors))
             if difference := self.compare(capture, part):
                 raise CaptureError(difference)
         except CaptureError as error:
@@ -352,17 +352,16 @@ class ModelCaptures:
 
     def _waits(self, kind: Hashable, tensors: Sequence[Any]) -> bool:
         capture_s = self._capture_s or _CAPTURE_S * sum(1 for _ in self.module.modules())
-        return self._waiting.waits(kind, tensors, capture_s)
+        return self.waiting.waits(kind, tensors, capture_s)
 
-    def _had_better_pass(self, key: Hashable) -> bool:
+    def _had_better_pass(self, key: Hashable, tensors: Sequence[Any]) -> bool:
         """Return whether a call uses hooks because recent calls each needed a capture.
 
         For example, if a counter is passed as a number. Such a call is captured once calls like it
         have spent as much time on hooks as a capture takes.
         """
-        if self._in_vain < _IN_VAIN or self._passed_s.get(key, 0.0) > self._capture_s:
+        if self._in_vain < _IN_VAIN or not self.waiting.waits(key, tensors, self._capture_s):
             return False
-        self._passing = key
         if not self._has_warned:
             warn(
                 f"each of the last {_IN_VAIN} calls captured the model again, because numbers or "
@@ -372,13 +371,6 @@ class ModelCaptures:
             )
             self._has_warned = True
         return True
-
-    def note_passed(self, seconds: float) -> None:
-        """Record the time of a call through hooks."""
-        self._waiting.note(seconds)
-        if self._passing is not None:
-            self._passed_s[self._passing] = self._passed_s.get(self._passing, 0.0) + seconds
-            self._passing = None
 
     def _look(self) -> Census:
         """Return the model's current census.
@@ -409,8 +401,7 @@ class ModelCaptures:
         self._seen.clear()
         self.refused.clear()
         self._second.clear()
-        self._passed_s.clear()
-        self._waiting.forget()
+        self.waiting.forget()
         self._whole.clear()
         self._layouts.clear()
         self.__dict__.pop("parameters", None)

@@ -458,7 +458,7 @@ class PlacedCalls:
             if not checkpoints.is_recompute_signal(error):
                 placed.captures.doubt_refusal()
             raise
-        placed.captures.note_passed(perf_counter() - began)
+        placed.captures.waiting.note(perf_counter() - began)
         return result
 
     def _through_hooks(
