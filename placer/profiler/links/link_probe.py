@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,25 +147,11 @@ def fit(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
         Latency in seconds, at least 0, and bandwidth in bytes per second. If the times do not
         increase with size, the largest size alone determines the bandwidth.
     """
-    # weights of the relative error; weighted least squares around the weighted means
-    weights = [1 / max(t, 1e-9) ** 2 for t in times_s]
-    total = sum(weights)
-    mean_size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
-    mean_time = sum(w * t for w, t in zip(weights, times_s, strict=True)) / total
-    spread = sum(w * (n - mean_size) ** 2 for w, n in zip(weights, sizes, strict=True))
-    slope = (
-        sum(
-            w * (n - mean_size) * (t - mean_time)
-            for w, n, t in zip(weights, sizes, times_s, strict=True)
-        )
-        / spread
-    )
+    weights = 1 / np.maximum(times_s, 1e-9)  # of a relative error
+    slope, latency_s = np.polyfit(sizes, times_s, 1, w=weights)
     if slope <= 0:
         return 0.0, significant(sizes[-1] / max(times_s[-1], 1e-9))
-    latency = mean_time - slope * mean_size
-    # A negative latency has no meaning; fit only the bandwidth then.
-    if latency < 0:  # a line through the origin
-        slope = sum(w * n * t for w, n, t in zip(weights, sizes, times_s, strict=True)) / sum(
-            w * n * n for w, n in zip(weights, sizes, strict=True)
-        )
-    return significant(max(0.0, latency)), significant(1 / slope)
+    if latency_s < 0:  # a negative latency has no meaning: fit a line through the origin
+        scaled = weights * sizes
+        latency_s, slope = 0.0, scaled @ (weights * times_s) / (scaled @ scaled)
+    return significant(float(latency_s)), significant(float(1 / slope))
