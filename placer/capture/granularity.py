@@ -17,8 +17,9 @@ inside it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -30,6 +31,7 @@ from placer.capture.layers import tensor_bytes
 from placer.errors import InputError
 from placer.schema.base import MERGED
 from placer.schema.export import never_split
+from placer.schema.module_paths import module_paths, paths_around
 
 Granularity = str | int | Collection[str] | Callable[[str, nn.Module], bool]
 
@@ -65,9 +67,10 @@ class OpenedModules:
         for path, call in stack:
             if self.depth is not None and path.count(".") + 1 > self.depth:
                 return ".".join(path.split(".")[: self.depth])
-            around = next((outer for outer in _enclosing_paths(path) if outer in self.named), None)
-            if around is not None:
-                return around
+            # without the model itself, which is the last one
+            around = [outer for outer in paths_around(path)[:-1] if outer in self.named]
+            if around:
+                return around[-1]  # the outermost
             if path not in self.paths:
                 return f"{path}@{call}" if call else path
         return None
@@ -184,7 +187,7 @@ def _outside_blocks(whole: Collection[str], paths: Iterable[str]) -> set[str]:
     return {
         path
         for path in paths
-        if not any(outer in whole for outer in (*_enclosing_paths(path), path))
+        if not any(outer in whole for outer in (path, *paths_around(path)[:-1]))
     }
 
 
@@ -212,18 +215,8 @@ def _calling_modules(nodes: list[fx.Node]) -> set[str]:
 
 def _modules_above(names: Collection[str]) -> set[str]:
     """Return the paths of all modules around these layers."""
-    paths = {""}
-    for name in names:
-        for part in name.split(MERGED):
-            steps = part.partition("@")[0].split(".")
-            paths.update(".".join(steps[:depth]) for depth in range(1, len(steps)))
-    return paths
-
-
-def _enclosing_paths(path: str) -> Iterator[str]:
-    """Return the paths of the modules around a module, outermost first."""
-    steps = path.split(".")
-    return (".".join(steps[:depth]) for depth in range(1, len(steps)))
+    paths = (path for name in names for path in module_paths(name))
+    return {"", *(outer for path in paths for outer in paths_around(path))}
 
 
 @dataclass
@@ -279,7 +272,7 @@ def _module_costs(module: nn.Module, nodes: list[fx.Node]) -> dict[str, _ModuleC
         weights[path].params = sum(tensor_bytes(parameter) for parameter in child.parameters())
     for node in nodes:
         result = node.meta.get("val")
-        activations = float(_elements(result)) if isinstance(result, Tensor) else 0.0
+        activations = float(math.prod(_shape(result))) if isinstance(result, Tensor) else 0.0
         # In units of one element read or written: an accelerator does about 100 multiply-adds
         # meanwhile.
         time = multiply_adds(node) / 100 + activations
@@ -306,16 +299,16 @@ def multiply_adds(node: fx.Node) -> float:
     # convolution, an element of the input goes to as many elements.
     if name in (aten.conv1d, aten.conv2d, aten.conv3d):
         weight = shapes[1]
-        return _elements(result) * _product(weight[1:])
+        return math.prod(_shape(result)) * math.prod(weight[1:])
     if name in (aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d):
-        return _product(shapes[0]) * _product(shapes[1][1:])
+        return math.prod(shapes[0]) * math.prod(shapes[1][1:])
     if name in (aten.linear, aten.matmul, aten.bmm, aten.mm):
-        return _elements(result) * shapes[0][-1]
+        return math.prod(_shape(result)) * shapes[0][-1]
     if name is aten.addmm:
-        return _elements(result) * shapes[1][-1]
+        return math.prod(_shape(result)) * shapes[1][-1]
     # Two products of the same cost: the scores, and the weighted sum of the values.
     if name is aten.scaled_dot_product_attention:
-        return 2 * _product(shapes[0]) * shapes[1][-2]
+        return 2 * math.prod(shapes[0]) * shapes[1][-2]
     return 0.0
 
 
@@ -334,14 +327,3 @@ def is_fixed(size: int | torch.SymInt) -> bool:
     That includes an open size whose value the model read.
     """
     return isinstance(size, int) or bool(size.node.expr.is_number)
-
-
-def _elements(tensor: Tensor) -> float:
-    return _product(_shape(tensor))
-
-
-def _product(sizes: Iterable[int]) -> float:
-    result = 1.0
-    for size in sizes:
-        result *= size
-    return result

@@ -21,7 +21,8 @@ from placer.errors import InputError
 from placer.executor.engine.fill_drain import to_device
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.expert_weights import stacks_in
-from placer.executor.state.resting_weights import Note, RestingWeights, module_paths
+from placer.executor.state.resting_weights import Note, RestingWeights
+from placer.schema.module_paths import module_paths, paths_around
 
 Standing = Callable[[], AbstractContextManager[Any]]
 """The context in which a model's modules run on their devices."""
@@ -274,7 +275,7 @@ class HookPath:
         mixed = {
             above
             for path, place in found.items()
-            for above in _above(path)
+            for above in paths_around(path)
             if found.get(above, place) != place
         }
         uniform = found.keys() - mixed
@@ -284,14 +285,10 @@ class HookPath:
         return {
             modules[path]: place
             for path, place in found.items()
-            if uniform.isdisjoint(_above(path)) or owners[modules[path]] > 1 or path in resting
+            if uniform.isdisjoint(paths_around(path))
+            or owners[modules[path]] > 1
+            or path in resting
         }
-
-
-def _above(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around a module, without the model itself."""
-    while path := path.rpartition(".")[0]:
-        yield path
 
 
 def _at_once(result: Any) -> Any:

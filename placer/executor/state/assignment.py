@@ -14,6 +14,7 @@ from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.state.replication import ONE_PIPELINE, Replication, owners
 from placer.schema import Placement
 from placer.schema.base import MERGED, WHOLE, Tier
+from placer.schema.module_paths import module_paths, paths_around
 from placer.utils.user_warnings import warn
 
 WRAPPERS = ("module", "_orig_mod")
@@ -62,11 +63,10 @@ class Assignment:
         self._inner: dict[str, torch.device] = {}
         # every path of a merged or repeated layer, and all modules around it, first entry wins
         for name, device in devices_of.items():
-            for unit in name.split(MERGED):
-                path = unit.partition("@")[0]
+            for path in module_paths(name):
                 self._exact.setdefault(path, device)
                 self._layers.setdefault(path, name)
-                for around in _around(path):
+                for around in paths_around(path):
                     self._inner.setdefault(around, device)
 
     @property
@@ -135,10 +135,9 @@ class Assignment:
 
     def _layer_of(self, name: str) -> str | None:
         """Return the layer of a parameter; None if no layer of the map is around it."""
-        path = name.rpartition(".")[0]
-        while path and path not in self._layers:
-            path = path.rpartition(".")[0]
-        return self._layers.get(path)
+        return next(
+            (self._layers[path] for path in paths_around(name) if path in self._layers), None
+        )
 
     def divide(self, module: nn.Module) -> None:
         """Divide the parameters of every stage among the devices that hold it."""
@@ -228,14 +227,12 @@ def warn_of_missing_blocks(module: nn.Module, placement: Placement) -> None:
     """
     if not placement.devices:  # written by hand
         return
-    units = {
-        unit.partition("@")[0] for name in placement.layer_devices for unit in name.split(MERGED)
-    }
-    parents = dict.fromkeys(around for unit in units for around in _around(unit))
+    units = {path for name in placement.layer_devices for path in module_paths(name)}
+    parents = dict.fromkeys(around for unit in units for around in paths_around(unit))
     missing = [
         name
         for path in parents
-        if units.isdisjoint([path, *_around(path)])
+        if units.isdisjoint([path, *paths_around(path)])
         and not any(part.isdigit() for part in path.split("."))
         for name in _later_blocks(module.get_submodule(path), path, {*units, *parents})
     ]
@@ -267,15 +264,6 @@ def _later_blocks(parent: nn.Module, path: str, placed: Container[str]) -> list[
         and type(child) in kinds
         and any(True for _ in child.parameters())
     ]
-
-
-def _around(path: str) -> list[str]:
-    """Return the paths of the modules around a module, innermost first."""
-    found = []
-    while path:
-        path = path.rpartition(".")[0]
-        found.append(path)
-    return found
 
 
 def _named(module: nn.Module, given: Any) -> str:

@@ -38,6 +38,7 @@ from placer.executor.segments import Segment, Step
 from placer.executor.state import expert_weights
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.expert_weights import ChosenExperts, stacks_in
+from placer.schema.module_paths import module_paths
 
 Copying: TypeAlias = Mark | Future[Mark]
 """A copy into a slot: its mark, or the future of it that a reader of files returned."""
@@ -611,11 +612,6 @@ class RestingWeights:
                 f"{len(self._ids)} parameters rest on the host, which supports no gradients: call "
                 "the model inside `with torch.no_grad():`"
             )
-
-
-def module_paths(layer: str) -> list[str]:
-    """Return the paths of a layer's modules, without the numbers of their calls."""
-    return list(dict.fromkeys(unit.partition("@")[0] for unit in layer.split("+")))
 
 
 def _is_in(name: str, path: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -17,6 +17,7 @@ from placer.errors import PlacementError
 from placer.executor.stage_errors import clear_frames
 from placer.executor.state.replication import Replication
 from placer.schema.base import Tier
+from placer.schema.module_paths import paths_around
 from placer.utils.units import bytes_text
 
 # Optimizers whose state rests on the host, wherever their parameters are.
@@ -30,7 +31,7 @@ class Home:
         state = named_state(module) | attached_state(module)
         self._places = {name: devices.location(tensor) for name, tensor in state.items()}
         for name, place in list(self._places.items()):
-            for around in _surroundings(name):
+            for around in paths_around(name):
                 self._places.setdefault(around, place)
         self._gradients = {
             name: parameter.requires_grad for name, parameter in module.named_parameters()
@@ -45,20 +46,9 @@ class Home:
 
     def _place_of(self, name: str) -> torch.device | None:
         return next(
-            (
-                self._places[known]
-                for known in (name, *_surroundings(name))
-                if known in self._places
-            ),
+            (self._places[known] for known in (name, *paths_around(name)) if known in self._places),
             None,
         )
-
-
-def _surroundings(name: str) -> Iterator[str]:
-    """Yield the paths of the modules around a name, innermost first; the root is ""."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 class Whereabouts:

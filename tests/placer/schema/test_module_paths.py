@@ -1,0 +1,21 @@
+import pytest
+
+from placer.schema.module_paths import module_paths, paths_around
+
+
+@pytest.mark.parametrize(
+    ("layer", "paths"),
+    [
+        ("layers.0", ["layers.0"]),
+        ("layers.0@2", ["layers.0"]),
+        ("a.b+c@1+a.b@1", ["a.b", "c"]),
+        ("(model)", ["(model)"]),
+    ],
+)
+def test_the_paths_in_a_layers_name_have_no_numbers_of_calls(layer: str, paths: list[str]) -> None:
+    assert module_paths(layer) == paths
+
+
+@pytest.mark.parametrize(("path", "around"), [("", []), ("a", [""]), ("a.b.c", ["a.b", "a", ""])])
+def test_the_modules_around_a_module_begin_with_the_innermost(path: str, around: list[str]) -> None:
+    assert paths_around(path) == around
