@@ -32,7 +32,7 @@ from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.shares import call_sizes
 from placer.executor.generation.calls import attention_of
 from placer.executor.generation.generations import CancelledError, Generations
-from placer.executor.inference.repeated_calls import RepeatedCalls
+from placer.executor.inference.repeated_calls import CapturedCall, RepeatedCalls
 from placer.executor.inference.stream import Streams
 from placer.executor.micro_batches import Cutter, MicroBatches, weights_of
 from placer.executor.model_captures import Capture
@@ -357,15 +357,16 @@ class PlacedCalls:
             return None, None
         if results is None and captures is not None and self._can_be_streamed(cut.sizes):
             self._forget_outdated_calls()
-            tensors = [part.tensors for part in parts]
-            used = self._used(captures, pipelines)
-            results = self._repeated.run(captures, tensors, cut.sizes, used)
+            results = self._repeated.run(self._captured_call(captures, cut, pipelines))
         return captures, results
 
-    def _used(self, captures: Sequence[Capture], pipelines: Sequence[int]) -> list[int]:
-        """Return the pipeline of each micro-batch: the first one if others may not run it."""
+    def _captured_call(
+        self, captures: Sequence[Capture], cut: MicroBatches, pipelines: Sequence[int]
+    ) -> CapturedCall:
+        """Return a call; a micro-batch that others may not run goes to the first pipeline."""
         each = zip(captures, pipelines, strict=True)
-        return [one if one and self._placed.has_replicas(capture) else 0 for capture, one in each]
+        used = [one if one and self._placed.has_replicas(capture) else 0 for capture, one in each]
+        return CapturedCall(captures, [part.tensors for part in cut.parts], cut.sizes, used)
 
     def _run_ahead(
         self, cut: MicroBatches, pipelines: Sequence[int]
@@ -379,11 +380,8 @@ class PlacedCalls:
         if captures is None:
             return None, None
         self._forget_outdated_calls()
-        tensors = [part.tensors for part in cut.parts]
-        used = self._used(captures, pipelines)
-        return captures, self._repeated.ahead(
-            captures, tensors, cut.sizes, used, known.is_unchanged
-        )
+        issued = self._captured_call(captures, cut, pipelines)
+        return captures, self._repeated.ahead(issued, known.is_unchanged)
 
     def _forget_outdated_calls(self) -> None:
         """Forget which calls came before the map or the captures changed."""
@@ -420,18 +418,17 @@ class PlacedCalls:
         target: torch.device | None,
     ) -> tuple[list[list[Any]], torch.device]:
         """Run each micro-batch through its segments; return the results and their device."""
-        used = self._used(captures, pipelines)
-        plans = self._placed.planned(captures, used)
+        issued = self._captured_call(captures, cut, pipelines)
+        plans = self._placed.planned(captures, issued.pipelines)
         place = target or plans[0][1][-1].device
         deferred = self._settings.deferred_batch_norm and self._placed.module.training
         # While the flow is applied, a key/value cache stays with the layers that read it.
         is_applied = self._placed.hooks.stand
         returned = len(captures[0].exported.outputs.paths) if is_applied else None
-        parts = [part.tensors for part in cut.parts]
-        looks = self._repeated.looked_at(captures, parts, cut.sizes, used, self._settings.devices)
+        looks = self._repeated.looked_at(issued, self._settings.devices)
         reading = self._placed.reading(captures)
         with looks if self._can_be_streamed(cut.sizes) else nullcontext(), reading:
-            return call_captured(plans, parts, place, deferred, returned), place
+            return call_captured(plans, issued.parts, place, deferred, returned), place
 
     def _run_hooked(
         self,
