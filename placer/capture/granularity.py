@@ -29,9 +29,8 @@ from torch import Tensor, fx, nn
 from placer.capture.export.module_names import call_number
 from placer.capture.layers import tensor_bytes
 from placer.errors import InputError
-from placer.schema.base import MERGED
+from placer.schema.base import MERGED, module_paths, paths_around
 from placer.schema.export import never_split
-from placer.schema.module_paths import module_paths, paths_around
 
 Granularity = str | int | Collection[str] | Callable[[str, nn.Module], bool]
 

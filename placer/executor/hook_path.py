@@ -22,7 +22,7 @@ from placer.executor.engine.fill_drain import to_device
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.expert_weights import stacks_in
 from placer.executor.state.resting_weights import Note, RestingWeights
-from placer.schema.module_paths import module_paths, paths_around
+from placer.schema.base import module_paths, paths_around
 
 Standing = Callable[[], AbstractContextManager[Any]]
 """The context in which a model's modules run on their devices."""

@@ -285,3 +285,17 @@ def refuse_unknown(
     for name in names:
         if name not in known:
             raise ValueError(f"{where}: there is no {kind} {name!r}{nearest(name, sorted(known))}")
+
+
+def module_paths(layer: str) -> list[str]:
+    """Return the paths in a layer's name, without the numbers of their calls.
+
+    A merged layer names several modules, each once: ``a+b+b@1`` has the paths ``a`` and ``b``.
+    """
+    return list(dict.fromkeys(unit.partition("@")[0] for unit in layer.split(MERGED)))
+
+
+def paths_around(path: str) -> list[str]:
+    """Return the paths of the modules around a module, innermost first; the model's is ``""``."""
+    steps = path.split(".")
+    return [".".join(steps[:depth]) for depth in reversed(range(len(steps)))] if path else []

@@ -13,8 +13,7 @@ from placer.capture.layers import Layer, LayerGraph
 from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.state.replication import ONE_PIPELINE, Replication, owners
 from placer.schema import Placement
-from placer.schema.base import MERGED, WHOLE, Tier
-from placer.schema.module_paths import module_paths, paths_around
+from placer.schema.base import MERGED, WHOLE, Tier, module_paths, paths_around
 from placer.utils.user_warnings import warn
 
 WRAPPERS = ("module", "_orig_mod")

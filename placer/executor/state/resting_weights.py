@@ -38,7 +38,7 @@ from placer.executor.segments import Segment, Step
 from placer.executor.state import expert_weights
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.expert_weights import ChosenExperts, stacks_in
-from placer.schema.module_paths import module_paths
+from placer.schema.base import module_paths
 
 Copying: TypeAlias = Mark | Future[Mark]
 """A copy into a slot: its mark, or the future of it that a reader of files returned."""

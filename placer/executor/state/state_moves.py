@@ -16,8 +16,7 @@ from placer.capture.layers import LayerGraph, attached_state, attachments, named
 from placer.errors import PlacementError
 from placer.executor.stage_errors import clear_frames
 from placer.executor.state.replication import Replication
-from placer.schema.base import Tier
-from placer.schema.module_paths import paths_around
+from placer.schema.base import Tier, paths_around
 from placer.utils.units import bytes_text
 
 # Optimizers whose state rests on the host, wherever their parameters are.

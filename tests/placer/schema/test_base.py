@@ -1,6 +1,6 @@
 import pytest
 
-from placer.schema.module_paths import module_paths, paths_around
+from placer.schema.base import module_paths, paths_around
 
 
 @pytest.mark.parametrize(
