@@ -126,7 +126,7 @@ from placer.devices.tensor_parts import (
 from placer.devices.timing.clock import Clock
 from placer.devices.timing.device_time import lasting_ms, pause, queued_ms, replay_ms
 from placer.devices.timing.sustained_load import LASTING_S, is_at_limit, lasting_share
-from placer.devices.timing.transfers import Shipment, copy_s, host_buffer
+from placer.devices.timing.transfers import Shipment, copy_s
 
 __all__ = [
     "CPU",
@@ -183,7 +183,6 @@ __all__ = [
     "has_passed",
     "has_tangents",
     "holds_tensors",
-    "host_buffer",
     "host_name",
     "is_at",
     "is_at_limit",

@@ -43,11 +43,6 @@ class Shipment:
         tensor_moves.write(self.sent, self.received, self.source, self.target)
 
 
-def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
-    """Return a buffer in host memory; pinned for direct copies by GPUs."""
-    return torch.zeros(size_bytes, dtype=torch.int8, pin_memory=pinned)
-
-
 def copy_s(
     shipments: Sequence[Shipment],
     repeats: int,

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from threading import RLock
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -256,35 +257,24 @@ class Unit:
         return [*map(devices.write_count, self._parameters)]
 
 
+@dataclass(eq=False)
 class Action:
     """Something that a pass does for resting weights, in the place of an operation in a trace.
 
-    Args:
+    Attributes:
         unit: the parameters.
+        is_entry: whether they are read from now on; otherwise they are not read any more.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    unit: Unit
+    is_entry: bool
 
     def __call__(self) -> None:
-        """Do it in a pass that is not recorded."""
-        raise NotImplementedError
-
-
-class Entering(Action):
-    """The moment from which on a unit is read."""
-
-    def __call__(self) -> None:
-        """Wait for the unit's copy."""
-        self.unit.enter()
-
-
-class Leaving(Action):
-    """The moment from which on a unit is not read any more."""
-
-    def __call__(self) -> None:
-        """Fill the slot again."""
-        self.unit.leave()
+        """Wait for the unit's copy, or fill the slot again, in a pass that is not recorded."""
+        if self.is_entry:
+            self.unit.enter()
+        else:
+            self.unit.leave()
 
 
 class RestingReplay:
@@ -350,7 +340,7 @@ class RestingReplay:
 
     def _is_new(self, action: Action) -> bool:
         """Count an action; return whether a unit begins to be read."""
-        if not isinstance(action, Entering):
+        if not action.is_entry:
             return False
         if action.unit is self._latest and self._entered < action.unit.parts:
             self._entered += 1
@@ -363,7 +353,7 @@ class RestingReplay:
         if self._is_new(action) and self._place in self._marks:
             self._slots.wait(self._marks[self._place])
         following = self._next.get(self._place)
-        is_over = isinstance(action, Leaving) and self._entered == action.unit.parts
+        is_over = not action.is_entry and self._entered == action.unit.parts
         if is_over and following is not None:
             self._slots.follow()
             self._marks[following] = self._units[following].copied()
@@ -409,7 +399,7 @@ class ModuleWeights:
     ) -> None:
         self._unit, self._places, self._noting = unit, places, noting
         # Not in the unit: a cycle of references would keep the slots until a garbage collection.
-        self._entering, self._leaving = Entering(unit), Leaving(unit)
+        self._entry, self._exit = Action(unit, True), Action(unit, False)
         # a stack, since a module may call itself
         self._originals: list[list[Any]] = []
 
@@ -423,7 +413,7 @@ class ModuleWeights:
         except BaseException:
             lock.release()
             raise
-        self._noting(self._entering)
+        self._noting(self._entry)
         self._originals.append([owner._parameters[name] for owner, name, _ in self._places])
         for owner, name, view in self._places:
             owner._parameters[name] = view  # type: ignore[assignment]
@@ -435,7 +425,7 @@ class ModuleWeights:
         for (owner, name, _), original in zip(self._places, self._originals.pop(), strict=True):
             owner._parameters[name] = original
         self._unit.leave()
-        self._noting(self._leaving)
+        self._noting(self._exit)
         self._unit.slots.lock.release()
 
 

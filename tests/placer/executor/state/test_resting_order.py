@@ -19,8 +19,7 @@ from torch import nn
 
 from placer.executor.state import resting_weights
 from placer.executor.state.resting_weights import (
-    Entering,
-    Leaving,
+    Action,
     RestingReplay,
     Slots,
     Unit,
@@ -211,7 +210,7 @@ def test_no_copy_is_left_to_issue_after_a_pass_that_failed(world: World) -> None
 def replayed(world: World, pieces: list[list[Unit]]) -> list[RestingReplay]:
     """Return the copies of pieces that read these units."""
     found = [
-        RestingReplay([one for unit in piece for one in (Entering(unit), Leaving(unit))])
+        RestingReplay([one for unit in piece for one in (Action(unit, True), Action(unit, False))])
         for piece in pieces
     ]
     for replay, piece in zip(found, pieces, strict=True):
@@ -224,9 +223,9 @@ def play(world: World, replay: RestingReplay, piece: list[Unit]) -> None:
     replay.wait()
     replay.restart()
     for unit in piece:
-        replay.act(Entering(unit))
+        replay.act(Action(unit, True))
         world.read(unit)
-        replay.act(Leaving(unit))
+        replay.act(Action(unit, False))
     replay.end()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from placer.executor.state.resting_weights import Action, Entering, Leaving, RestingReplay
+from placer.executor.state.resting_weights import Action, RestingReplay
 
 
 class _Slots:
@@ -35,7 +35,7 @@ def _unit(name: str, number: int, parts: int, copies: list[str]) -> Any:
 def test_a_layer_that_runs_again_at_once_is_copied_again(parts: int) -> None:
     copies: list[str] = []
     layer = _unit("layer", 0, parts, copies)
-    actions: list[Action] = [Entering(layer), Leaving(layer)] * parts * 3
+    actions: list[Action] = [Action(layer, True), Action(layer, False)] * parts * 3
     replay = RestingReplay(actions)
     replay.begin()
     assert copies == ["layer"]
@@ -48,7 +48,7 @@ def test_a_layer_that_runs_again_at_once_is_copied_again(parts: int) -> None:
 def test_each_slot_gets_the_next_layer_when_its_layer_has_run() -> None:
     copies: list[str] = []
     layers = [_unit(name, place % 2, 1, copies) for place, name in enumerate("abcde")]
-    actions = [action for one in layers for action in (Entering(one), Leaving(one))]
+    actions = [action for one in layers for action in (Action(one, True), Action(one, False))]
     replay = RestingReplay(actions)
     replay.begin()
     replay.restart()
