@@ -450,25 +450,15 @@ class RestingWeights:
         self._ids = {id(parameters[name]) for name in assignment.resting}
         on_disk = [name for name in assignment.resting if assignment.rests_on_disk(name)]
         self.on_disk = len(on_disk)
-        mapped = devices.MappedFiles()
-        self._files = {
-            id(parameters[name]): file
-            for name in on_disk
-            if (file := mapped.of(parameters[name])) is not None
-        }
-        stacks = stacks_in(module, assignment.resting)
-        size = sum(parameters[name].nbytes for names in stacks.values() for name in names)
-        self.experts = stacks if size >= expert_weights.LEAST_BYTES else {}
+        self._files = _mapped_files([parameters[name] for name in on_disk])
+        self.experts = _large_stacks(module, assignment.resting)
         self._chosen = {id(parameters[name]) for names in self.experts.values() for name in names}
-        layers: defaultdict[str, list[str]] = defaultdict(list)
-        for name, layer in assignment.resting.items():
-            layers[layer].append(name)
-        order = [layer for layer in assignment.layers if layer in layers]
-        places = {layer: assignment.place_of(layers[layer][0]) for layer in order}
+        layers = _names_by_layer(assignment)
+        places = {layer: assignment.place_of(names[0]) for layer, names in layers.items()}
         # A slot has room for the largest layer of its device.
         sizes: defaultdict[torch.device, int] = defaultdict(int)
-        for layer in order:
-            size = sum(devices.aligned_bytes(parameters[name]) for name in layers[layer])
+        for layer, names in layers.items():
+            size = sum(devices.aligned_bytes(parameters[name]) for name in names)
             sizes[places[layer]] = max(sizes[places[layer]], size)
         self.lock: AbstractContextManager[Any] = RLock()
         reading = {assignment.place_of(name) for name in on_disk}
@@ -478,8 +468,8 @@ class RestingWeights:
         }
         self._units: defaultdict[torch.device, list[Unit]] = defaultdict(list)
         self.by_module: dict[nn.Module, BorrowedWeights] = {}
-        for layer in order:
-            self._add(layer, layers[layer], parameters, places[layer])
+        for layer, names in layers.items():
+            self._add(layer, names, parameters, places[layer])
         for units in self._units.values():
             in_turn(units)
 
@@ -602,6 +592,27 @@ class RestingWeights:
                 f"{len(self._ids)} parameters rest on the host, which supports no gradients: call "
                 "the model inside `with torch.no_grad():`"
             )
+
+
+def _names_by_layer(assignment: Assignment) -> dict[str, list[str]]:
+    """Return the names of resting parameters by layer, in the order of the map."""
+    layers: defaultdict[str, list[str]] = defaultdict(list)
+    for name, layer in assignment.resting.items():
+        layers[layer].append(name)
+    return {layer: layers[layer] for layer in assignment.layers if layer in layers}
+
+
+def _mapped_files(parameters: Sequence[Tensor]) -> dict[int, MappedFile]:
+    """Return the files of parameters, by the ``id`` of each that is mapped from one."""
+    mapped = devices.MappedFiles()
+    return {id(one): file for one in parameters if (file := mapped.of(one)) is not None}
+
+
+def _large_stacks(module: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
+    """Return the stacks of experts, see ``stacks_in``; none if they are too small to gain."""
+    stacks = stacks_in(module, names)
+    inside = (module.get_parameter(name) for found in stacks.values() for name in found)
+    return stacks if sum(one.nbytes for one in inside) >= expert_weights.LEAST_BYTES else {}
 
 
 def _is_in(name: str, path: str) -> bool:
