@@ -35,7 +35,7 @@ def recomputed(
         inputs: the received values.
         changed: the buffers that it changes.
     """
-    before = [_copied(table[key]) for table, key in changed]
+    before = [cloned(table[key]) for table, key in changed]
     passes = 0
 
     def run(*entered: Any) -> list[Any]:
@@ -43,7 +43,7 @@ def recomputed(
         passes += 1
         # the second run must see the buffers of the first, and must not update them again
         with nullcontext() if passes == 1 else _as_before(changed, before):
-            return compute([_copied(value) for value in entered])
+            return compute([cloned(value) for value in entered])
 
     # torch's checkpoint also restores the random number generators
     result: list[Any] = checkpoint(run, *inputs, use_reentrant=False)
@@ -74,7 +74,7 @@ def _as_before(changed: Sequence[StateTable], before: Sequence[Any]) -> Iterator
     """Replace the buffers by copies of earlier values; changes of the copies are discarded."""
     real = [table[key] for table, key in changed]
     for (table, key), kept in zip(changed, before, strict=True):
-        table[key] = _copied(kept)
+        table[key] = cloned(kept)
     try:
         yield
     finally:
@@ -82,5 +82,6 @@ def _as_before(changed: Sequence[StateTable], before: Sequence[Any]) -> Iterator
             table[key] = buffer
 
 
-def _copied(value: Any) -> Any:
+def cloned(value: Any) -> Any:
+    """Return a copy of a tensor; any other value itself."""
     return value.clone() if isinstance(value, Tensor) else value

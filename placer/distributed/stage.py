@@ -20,7 +20,7 @@ from placer.capture.weight_grads.deferred import (
 )
 from placer.distributed.autograd_boundary import enter, leave
 from placer.distributed.output_reach import Flows
-from placer.distributed.recomputed_stage import StateTable, kept_apart, recomputed
+from placer.distributed.recomputed_stage import StateTable, cloned, kept_apart, recomputed
 from placer.distributed.stage_line import Line
 from placer.distributed.state.partial_modules import Names, plant, slot
 from placer.distributed.tensor_codec import Parcel
@@ -280,7 +280,7 @@ def _kept(plan: Plan, values: dict[str, Any], names: Sequence[str]) -> dict[str,
     leaving = {parcel.value.name for parcel in plan.leaves}
     if not plan.copied:
         return {}
-    return {name: _clone(values[name]) for name in names if name in leaving}
+    return {name: cloned(values[name]) for name in names if name in leaving}
 
 
 def _run(work: Work, values: dict[str, Any], plan: Plan, kept: dict[str, Any]) -> None:
@@ -295,7 +295,7 @@ def _run(work: Work, values: dict[str, Any], plan: Plan, kept: dict[str, Any]) -
     values.update(zip(layer.writes, made, strict=True))
     if plan.copied:
         leaving = {parcel.value.name for parcel in plan.leaves}
-        kept.update((name, _clone(values[name])) for name in layer.writes if name in leaving)
+        kept.update((name, cloned(values[name])) for name in layer.writes if name in leaving)
     for name in work.forget:
         values.pop(name, None)
 
@@ -327,10 +327,6 @@ def _marked(names: Sequence[str], flows: Flows) -> tuple[int, ...]:
         if flows.depend(names)
         else ()
     )
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _forget(layers: Sequence[Layer], leaves: Sequence[str]) -> list[tuple[str, ...]]:

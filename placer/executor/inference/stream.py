@@ -157,7 +157,7 @@ class Streams:
 
         def are_current() -> bool:
             return is_unchanged() and all(
-                pipeline.is_current(self._placed.current_state(graph))
+                pipeline.state.is_current(self._placed.current_state(graph))
                 for pipeline, graph in graphs.items()
             )
 
@@ -385,7 +385,7 @@ class Streams:
         self._wait_for_lanes()
         current = {key: graph for key, (graph, _) in self._pipelines.items()}
         for key, graph in current.items():
-            if not self._pipelines[key][1].refresh(self._placed.current_state(graph)):
+            if not self._pipelines[key][1].state.refresh(self._placed.current_state(graph)):
                 self.clear()
                 break
         self._wait_for_callers()

@@ -46,6 +46,7 @@ class InferencePipeline:
     Attributes:
         graph: of the model.
         outputs: structure of the model's result.
+        state: the model's state, as the stages read it.
         stages: in order.
         place: the device of the first layer.
         engine: what issues the passes.
@@ -70,8 +71,8 @@ class InferencePipeline:
         self.outputs = outputs
         self._backend = compile
         self._lanes = lanes
-        self._state = Replicas(graph, lookup, copies)
-        parts = segments(graph, places, self._state.lookup)
+        self.state = Replicas(graph, lookup, copies)
+        parts = segments(graph, places, self.state.lookup)
         self.in_turn = taken_in_turn(parts) is not None
         self.stages = _stages(graph, parts)
         self.place = places[0] if places else target
@@ -100,18 +101,6 @@ class InferencePipeline:
             for place in self.engine.names()
             if place in gains or place in obstacles
         }
-
-    def is_current(self, lookup: StateLookup) -> bool:
-        """Return whether copies of state are up to date, and the state is where it was."""
-        return self._state.is_current(lookup)
-
-    def refresh(self, lookup: StateLookup) -> bool:
-        """Bring copies of the model's state up to date.
-
-        Returns:
-            False if the state is no longer where it was.
-        """
-        return self._state.refresh(lookup)
 
     def enter(self, number: int, tensors: Sequence[Any]) -> Passage:
         """Take a batch in; before the second one the stages are recorded.

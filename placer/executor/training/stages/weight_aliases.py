@@ -65,11 +65,13 @@ class Weights:
         aliases: by name and device.
         parameters: of the graph, by name.
         idle: parameters of the model that no layer of the graph uses; see ``leave_out``.
+        exchange: the copies between the devices that use one parameter.
     """
 
     aliases: dict[tuple[str, torch.device], Tensor]
     parameters: dict[str, nn.Parameter]
     idle: list[nn.Parameter] = field(default_factory=list)
+    exchange: Exchange = field(default_factory=Exchange)
     _reached: set[int] = field(default_factory=set)
     _handed: dict[int, ref[Tensor]] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
@@ -77,7 +79,6 @@ class Weights:
     _read: dict[int, Copy] = field(default_factory=dict)
     _buffers: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _followed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _exchange: Exchange = field(default_factory=Exchange)
     _is_bound: bool = False
 
     @classmethod
@@ -199,7 +200,7 @@ class Weights:
                 continue
             readers = {place: users[name, place] for place in held}
             travelling.append(Shared(name, parameter, held, readers))
-        self._exchange = Exchange.between(travelling, pieces)
+        self.exchange = Exchange.between(travelling, pieces)
 
     def reach(self, alias: Tensor) -> None:
         """Note that a backward pass, which may be recorded, gives this alias a gradient.
@@ -254,7 +255,7 @@ class Weights:
     @cached_property
     def _totals(self) -> dict[torch.device, list[_Total]]:
         """The trained parameters and their gradients, by the device of the parameter."""
-        gradients = self._exchange.gradients
+        gradients = self.exchange.gradients
         aliases: dict[str, dict[torch.device, Tensor]] = {}
         for (name, place), alias in self.aliases.items():
             aliases.setdefault(name, {})[place] = alias
@@ -278,15 +279,10 @@ class Weights:
         used = (self.parameters[name] for name, _ in self.aliases)
         return [parameter for parameter in used if not parameter.requires_grad]
 
-    @property
-    def exchange(self) -> Exchange:
-        """The copies between the devices that use one parameter."""
-        return self._exchange
-
     @cached_property
     def homes(self) -> frozenset[torch.device]:
         """The devices of parameters that have replicas elsewhere."""
-        return self._exchange.homes
+        return self.exchange.homes
 
     @torch.no_grad()
     def begin(
@@ -326,14 +322,14 @@ class Weights:
                 begins = [one for one in totals if not (keep(one.parameter) and self._adopt(one))]
                 fresh.update(one.name for one in begins)
                 cleared = [
-                    one.gradient for one in begins if one.name not in self._exchange.gradients
+                    one.gradient for one in begins if one.name not in self.exchange.gradients
                 ]
                 if cleared:
                     torch._foreach_zero_(cleared)
             if place in self.homes:
                 prepared[place] = lane.mark()
         if courier is not None:
-            self._exchange.begin(begun, prepared, fresh, courier)
+            self.exchange.begin(begun, prepared, fresh, courier)
 
     def finish(self, callers: Mapping[torch.device, Lane]) -> None:
         """Hand every parameter its gradient, once all replicas' gradients were added to it.
@@ -344,7 +340,7 @@ class Weights:
         # one batch has shown which of them a captured graph reaches
         while self._handles:
             self._handles.pop().remove()
-        self._exchange.finish(callers)
+        self.exchange.finish(callers)
         for one in chain.from_iterable(self._totals.values()):
             if not one.aliases.isdisjoint(self._reached) and not self._has(one):
                 self._hand(one)
