@@ -43,13 +43,13 @@ from placer.schema import (
     Schedule,
 )
 from placer.schema.base import LARGEST_BYTES, MAX_DEVICES
-from placer.solver import state_on_host
 from placer.solver.explain.infeasible import plain_reason
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.replicas.replication import EDGE_BYTES, LAYER_BYTES
 from placer.solver.replicas.sharding import sharded_step
 from placer.solver.solve import solve
+from placer.solver.step import state_on_host
 from placer.utils.units import count_text, devices_text, needed_text, number_text, size_text
 
 CARDS_BYTES = (24 * 2**30, 48 * 2**30, 80 * 2**30)

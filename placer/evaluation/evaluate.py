@@ -31,9 +31,9 @@ from placer.solver import generation
 from placer.solver.answer import single_device
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
-from placer.solver.state_on_host import asked_with
 from placer.solver.step import step_answer
 from placer.solver.step.choices import best_for, question_of, questions
+from placer.solver.step.state_on_host import asked_with
 from placer.utils.option_checks import require_flags
 
 __all__ = ["evaluate", "evaluated", "for_format", "map_of", "with_best"]

@@ -16,7 +16,7 @@ have their own searches (``step_search.py``, ``fewest_devices.py``), which use t
 bottlenecks. Where replicas are asked for, ``replica_search.py`` runs these searches for each shape.
 Objective ``generation`` asks for the latency and the bottleneck of a mean pass
 (``generation.py``). Where ``host_memory_bytes`` or ``disk_bytes`` is given, parameters
-may rest on the host (``host_weights.py``), as may optimizer state (``state_on_host.py``).
+may rest on the host (``host_weights.py``), as may optimizer state (``step/state_on_host.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import NamedTuple
 from placer.errors import InputError, kind_of
 from placer.exports.restriction import expressible, restricted_reason
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
-from placer.solver import answer, every_map, generation, state_on_host, ties
+from placer.solver import answer, every_map, generation, ties
 from placer.solver.bounds import simple_bounds
 from placer.solver.chain import initial_placements, optimal_cuts
 from placer.solver.check import check
@@ -73,6 +73,7 @@ from placer.solver.replicas.replica_shapes import (
 from placer.solver.replicas.replication import Replication
 from placer.solver.replicas.sharding import with_sharded_step
 from placer.solver.search import Incumbent, Progress, Search
+from placer.solver.step import state_on_host
 from placer.solver.step.choices import questions, said
 from placer.solver.step.step_search import StepSearch
 from placer.utils.option_checks import require_functions

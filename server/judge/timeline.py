@@ -110,7 +110,7 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     from placer import schedule
     from placer.solver import pipelines
     from placer.solver.replicas.gradient_exchange import with_exchanges
-    from placer.solver.state_on_host import asked_with
+    from placer.solver.step.state_on_host import asked_with
 
     if not placement.layer_devices:
         raise InputError(

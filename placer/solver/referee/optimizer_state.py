@@ -1,6 +1,6 @@
 """The referee's reading of optimizer state that rests on the host.
 
-It is written apart from the solver's, from the formulas in ``state_on_host.py``.
+It is written apart from the solver's, from the formulas in ``step/state_on_host.py``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ optimizer steps one bucket, the state of the next one is copied to the device::
     to the host            [1]    [2]    [3]    [4]
 
 A bucket consists of whole parameters. A parameter that is larger than a bucket is a bucket of its
-own, and has a third buffer. ``solver/state_on_host.py`` has the memory and the time.
+own, and has a third buffer. ``solver/step/state_on_host.py`` has the memory and the time.
 """
 
 from __future__ import annotations

@@ -18,13 +18,8 @@ import torch
 from torch import nn
 
 from placer.executor.state import resting_weights
-from placer.executor.state.resting_weights import (
-    Action,
-    RestingReplay,
-    Slots,
-    Unit,
-    in_turn,
-)
+from placer.executor.state.resting_replay import Action, RestingReplay
+from placer.executor.state.weight_slots import Slots, Unit, in_turn
 
 Clock = Counter[str]
 
