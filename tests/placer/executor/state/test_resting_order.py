@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from placer.executor.state import resting_weights
+from placer.executor.state import resting_weights, weight_slots
 from placer.executor.state.resting_replay import Action, RestingReplay
 from placer.executor.state.weight_slots import Slots, Unit, in_turn
 
@@ -82,8 +82,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         found.copy(unit)
         return unit.slots.lane.mark()
 
-    monkeypatch.setattr(resting_weights, "Lane", Lane)
-    monkeypatch.setattr(resting_weights, "_idle_lanes", defaultdict(list))
+    monkeypatch.setattr(weight_slots, "Lane", Lane)
+    monkeypatch.setattr(weight_slots, "_idle_lanes", defaultdict(list))
     monkeypatch.setattr(Unit, "copied", copied)
     return found
 
