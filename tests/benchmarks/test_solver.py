@@ -98,6 +98,7 @@ def slow_latency(given, where):
         return None
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(25))
 def test_latency_is_proven_no_higher_than_the_best_of_all_assignments_and_found_no_lower(
     part, seed
@@ -117,6 +118,7 @@ def test_latency_is_proven_no_higher_than_the_best_of_all_assignments_and_found_
     )
 
 
+@pytest.mark.covering(every=2, first=1)
 @pytest.mark.parametrize("seed", range(25))
 def test_the_referee_of_latency_says_what_the_definition_says(part, seed):
     given, draw = small_input(seed), random.Random(seed)
@@ -129,6 +131,7 @@ def test_the_referee_of_latency_says_what_the_definition_says(part, seed):
         )
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("seed", range(60))
 def test_the_least_time_of_a_subgraph_with_its_waiting_is_that_of_the_best_of_all_subgraphs(
     part, seed

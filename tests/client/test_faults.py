@@ -89,6 +89,7 @@ def ask(request, service):
     return call
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fault", [*BEFORE, *AFTER])
 def test_a_placement_comes_through_every_fault(ask, fault):
     found = ask(Faulty(fault, fault), "place", request(seed=1))
@@ -119,6 +120,7 @@ def test_random_runs_of_faults_end_in_the_answer_or_a_typed_error(ask):
             assert first > 3, (faults, error)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
@@ -149,6 +151,7 @@ def test_a_solve_is_not_stopped_again_where_the_answer_to_the_first_stop_was_los
     assert [line.split()[0] for line in faulty.seen].count("DELETE") == 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fault", BEFORE)
 def test_a_stop_that_never_arrived_is_sent_again(ask, fault):
     key = ask(Faulty(), "submit", long_request(10 + BEFORE.index(fault))).id

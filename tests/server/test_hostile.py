@@ -153,7 +153,7 @@ def client(tmp_path_factory):
         yield client
 
 
-@settings(max_examples=160, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD", "OPTIONS"]),
     PATHS,
@@ -176,7 +176,7 @@ def test_every_request_is_answered_in_form(client, method, path, id, query, head
         assert method == "HEAD" or reply.json()["status"] == reply.status_code
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(altered())
 def test_altered_examples_are_answered_or_refused(client, altered):
     method, path, body = altered

@@ -36,6 +36,7 @@ def in_safetensors(model: nn.Module, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "save"),
     [

@@ -48,6 +48,7 @@ def check(
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("recompute", [(), ("cpu:0", "cpu:1")])
 def test_a_result_without_a_loss_gives_nothing_back_by_way_of_later_stages(

@@ -70,6 +70,7 @@ def use_of(params: list[int], edges: list[int], workspaces: list[int], layers: r
     return sum(params[layer] for layer in layers) + max(moments, default=0)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_fullest_device_uses_as_little_as_in_the_best_of_all_cuts(seed: int) -> None:
     random = Random(seed)
@@ -90,6 +91,7 @@ def test_the_fullest_device_uses_as_little_as_in_the_best_of_all_cuts(seed: int)
     assert found.fullest.total_bytes == best
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_chain_fits_on_unlike_devices_exactly_if_a_cut_does(seed: int) -> None:
     random = Random(seed)

@@ -232,6 +232,7 @@ def _generating(name: str) -> tuple[Any, Any]:
     return twins(CASES[name].make, training=False)
 
 
+@pytest.mark.covering(every=2, first=1)
 @pytest.mark.parametrize(
     "name",
     ["LlamaForCausalLM", pytest.param("T5ForConditionalGeneration", marks=pytest.mark.exhaustive)],

@@ -13,10 +13,11 @@ from splitting import assert_split_equals_unsplit
 MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
-# Models that other tests run split, in training steps or streams, and those like another one.
+# Models that other tests run split, in training steps, streams or generations, and those like
+# another one.
 FURTHER = [
     *("unet", "unet_bilinear", "gpt", "gpt_tied", "lstm_time_first", "skips"),
-    *("LlamaForCausalLM", "MixtralForCausalLM"),
+    *("LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration"),
 ]
 
 

@@ -45,6 +45,7 @@ def file_of(parameter: Tensor) -> str:
     return "" if file is None else file.path
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("first", [BLOCKS, 4])
 @pytest.mark.parametrize(
     "disk, host", [("0", ""), ("13", "24"), ("0246", ""), ("0123456", ""), ("36", "01245")]

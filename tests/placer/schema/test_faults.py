@@ -181,6 +181,7 @@ DICTIONARIES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", LABELS)
 @pytest.mark.parametrize("where", OBJECTS, ids=str)
 def test_an_unknown_field_is_named_whatever_it_is_called(name: str, where: tuple[Any, ...]) -> None:
@@ -194,6 +195,7 @@ def test_an_unknown_field_is_named_whatever_it_is_called(name: str, where: tuple
         PlacementRequest.model_validate(content)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", [name for name in LABELS if name])
 @pytest.mark.parametrize(("where", "value"), DICTIONARIES, ids=str)
 def test_a_wrong_value_of_a_dictionary_is_named_whatever_its_key_is(

@@ -265,6 +265,7 @@ def test_a_fault_of_an_older_object_is_told_with_its_place():
     assert wrong["layers"][1]["weights_ms"] == {"cpu": -1}, "the caller's content is unchanged"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("version", ["0", "4", "1.0", 1, None, [], {}])
 @pytest.mark.parametrize("name", ["profile", "request", "placement", "refinement", "batch"])
 def test_an_unknown_version_is_told_with_the_known_ones(name, version):

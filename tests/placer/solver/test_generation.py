@@ -143,6 +143,7 @@ def best(asked: PlacementRequest) -> float | None:
     return min(found, default=None)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("memory_bytes", [AMPLE, 7000, 6000])
 @pytest.mark.parametrize(("flight", "devices"), [(1, 2), (1, 3), (2, 2), (3, 3), (5, 2)])
 def test_no_placement_is_better_if_one_sequence_or_as_many_as_devices_are_in_flight(

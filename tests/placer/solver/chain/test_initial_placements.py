@@ -61,6 +61,7 @@ def by_definition(count, arcs, rank):
     return order
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_narrow_order_takes_the_node_that_leaves_fewest_waiting(seed):
     random = Random(seed)

@@ -50,6 +50,7 @@ def cuts_by_number(problem, nodes):
     return [table.read(counts) for counts in table.best if sum(counts)]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(30))
 def test_it_is_the_best_of_those_for_all_numbers_of_devices(seed):
     problem = with_long_values(Random(seed))

@@ -81,6 +81,7 @@ def cuts(problem, nodes, left_s=inf):
     return first, list(optimal_cuts.finer_cuts(problem, nodes, first.devices, lambda: left_s))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("memory_bytes", [1_000, 18], ids=["room", "little room"])
 @pytest.mark.parametrize("seed", range(15))
 def test_the_last_cut_is_the_best_of_all_and_proven(seed, memory_bytes, of_four_runs):
@@ -94,6 +95,7 @@ def test_the_last_cut_is_the_best_of_all_and_proven(seed, memory_bytes, of_four_
         assert not found
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(15))
 def test_where_runs_stay_few_each_cut_is_better_than_the_one_before(
     seed, of_four_runs, monkeypatch

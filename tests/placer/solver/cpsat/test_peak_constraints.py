@@ -51,6 +51,7 @@ def in_inference(problem):
     return Problem.from_request(problem.request.model_copy(update={"training": False}))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(10))
 def test_in_inference_it_is_that_of_the_assignment_too(seed, training_problem):
     random = Random(seed)
@@ -62,6 +63,7 @@ def test_in_inference_it_is_that_of_the_assignment_too(seed, training_problem):
         )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("contiguous", [False, True], ids=["free", "contiguous"])
 @pytest.mark.parametrize("seed", range(5))
 def test_inference_fits_in_what_the_assignment_needs_and_not_in_a_byte_less(

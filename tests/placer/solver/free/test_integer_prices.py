@@ -23,6 +23,7 @@ ASSIGNMENTS = np.array([*itertools.product((0, 1, 2), repeat=7)])
 """Every way to share out seven nodes among three devices."""
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(20))
 def test_however_nodes_are_shared_out_some_device_holds_as_much(seed):
     random = Random(seed)

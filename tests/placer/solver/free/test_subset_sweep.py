@@ -38,6 +38,7 @@ def every_set(work, nets, prices):
             yield sum(work[node] for node in chosen) + cut, sum(prices[node] for node in chosen)
 
 
+@pytest.mark.covering(every=3, first=1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_lightest_set_of_enough_worth_and_the_dearest_light_set_are_found(seed):
     work, nets, prices = small(seed)
@@ -55,6 +56,7 @@ def test_the_lightest_set_of_enough_worth_and_the_dearest_light_set_are_found(se
     )
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_with_neighbours_made_one_no_set_is_lighter_or_dearer_than_is_said(seed):
     work, nets, prices = small(seed)
@@ -89,6 +91,7 @@ def test_labels_are_shared_by_the_states_that_have_some():
     assert sum(over) / len(over) < 0.01
 
 
+@pytest.mark.covering(every=3, first=2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_with_others_left_out_a_set_is_what_it_seems_to_be(seed):
     work, nets, prices = small(seed)
