@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from placer.capture.input_forms import call_arguments
 from placer.errors import InputError
-from placer.profiler.profile_inputs import mode, split
+from placer.profiler.profile_inputs import mode
 
 Pair = namedtuple("Pair", "a b")
 X = torch.zeros(1)
@@ -26,17 +27,17 @@ X = torch.zeros(1)
     ],
 )
 def test_inputs_become_arguments(given: Any, args: Any, kwargs: Any) -> None:
-    assert split(given) == (args, kwargs)
+    assert call_arguments(given, "example_inputs") == (args, kwargs)
 
 
 def test_none_is_no_input() -> None:
     with pytest.raises(InputError, match="give a tensor, a tuple"):
-        split(None)
+        call_arguments(None, "example_inputs")
 
 
 def test_a_dict_that_is_an_argument_must_be_in_a_tuple() -> None:
     with pytest.raises(InputError, match=r"the key 3, which is not a string; .*\(inputs,\)"):
-        split({3: X})
+        call_arguments({3: X}, "example_inputs")
 
 
 @pytest.mark.parametrize("training", [True, False])
