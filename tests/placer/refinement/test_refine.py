@@ -171,21 +171,21 @@ def shared_by(shares: dict[str, tuple[int, ...]]) -> Placement:
 
 
 @pytest.mark.parametrize(
-    ("shares", "told"),
+    ("shares", "message"),
     [
         ({"0": (3, 1)}, r"compute \[1, 3\] samples, and its stages have \(2,\) replicas; refine"),
         ({"0": (2, 2), "1": (4,)}, r"stages have \(2, 1\) replicas; refine measures equal"),
     ],
 )
 def test_replicas_that_are_no_equal_pipelines_are_refused(
-    shares: dict[str, tuple[int, ...]], told: str
+    shares: dict[str, tuple[int, ...]], message: str
 ) -> None:
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         placer.refine(shared_by(shares), nn.Linear(2, 2), torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"type": "other"}, "the devices are of the types cpu .*, other; refine measures replicas"),
         ({"name": "cpu:7"}, "has a replica on 'cpu:1', which the request has not"),
@@ -194,7 +194,9 @@ def test_replicas_that_are_no_equal_pipelines_are_refused(
         ({"samples": 4}, "the replica is of micro-batches of 4, and the profile is of one of 2"),
     ],
 )
-def test_replicas_that_do_not_fit_the_request_are_refused(wrong: dict[str, Any], told: str) -> None:
+def test_replicas_that_do_not_fit_the_request_are_refused(
+    wrong: dict[str, Any], message: str
+) -> None:
     model, x = nn.Sequential(nn.Linear(2, 2)), torch.zeros(2, 2)
     found = placer.profile(model, x, PLACES, training=True, progress=False, repeats=1)
     assert found.cluster is not None
@@ -207,7 +209,7 @@ def test_replicas_that_do_not_fit_the_request_are_refused(wrong: dict[str, Any],
         update={"cluster": cluster, "objective": wrong.get("objective", "step")}
     )
     placement = replicated(model, 2, samples=(wrong.get("samples", 2),) * 2)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         placer.refine(placement, model, wrong.get("inputs", x), request=request, timer=flops_clock)
 
 
@@ -228,7 +230,7 @@ def test_a_placement_of_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"model": small_gpt}, "give an nn.Module"),
         ({"model": nn.Linear}, r"model is the class Linear; give an instance, such as Linear\(\)"),
@@ -267,7 +269,7 @@ def test_a_placement_of_nothing_is_refused() -> None:
     ],
 )
 def test_what_cannot_be_refined_is_named_and_the_model_left_alone(
-    wrong: dict[str, Any], told: str
+    wrong: dict[str, Any], message: str
 ) -> None:
     model = small_gpt()
     found, placement = placed(model, TOKENS, training=True)
@@ -281,6 +283,6 @@ def test_what_cannot_be_refined_is_named_and_the_model_left_alone(
         "timer": flops_clock,
     }
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         placer.refine(**given | wrong)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
