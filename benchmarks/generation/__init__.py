@@ -205,16 +205,16 @@ def _ways(model: Any, stack: ExitStack) -> Iterator[tuple[str, Way]]:
 @contextmanager
 def _ours(model: Any, places: Sequence[Any], **how: Any) -> Iterator[Way]:
     flow = models.placed(model, places)
-    with flow.applied(**how) as applied:
-        yield Way(
-            applied,
-            recorded=lambda: (flow.generation_report.recorded, flow.generation_report.hooked),
-        )
-        report = flow.generation_report
-        if how.get("record", True) and report.not_recorded_because:
-            print(f"not recorded: {report.not_recorded_because}")
-        for note in (*report.compiled, *report.not_compiled_because):
-            print(f"compiler: {note}")
+    yield Way(
+        model,
+        entered=partial(flow.applied, **how),
+        recorded=lambda: (flow.generation_report.recorded, flow.generation_report.hooked),
+    )
+    report = flow.generation_report
+    if how.get("record", True) and report.not_recorded_because:
+        print(f"not recorded: {report.not_recorded_because}")
+    for note in (*report.compiled, *report.not_compiled_because):
+        print(f"compiler: {note}")
     flow.undo()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -21,11 +22,13 @@ class Way:
     Attributes:
         model: the model.
         options: further options of ``generate``.
+        entered: a context for each turn, outside of which this way slows down no other.
         recorded: returns the numbers of tokens through recorded passes, and of all others.
     """
 
     model: Any
     options: Mapping[str, Any] = field(default_factory=dict)
+    entered: Callable[[], AbstractContextManager[Any]] = nullcontext
     recorded: Callable[[], tuple[int, int]] | None = None
 
 
@@ -48,19 +51,21 @@ class Engine:
 
     def __init__(self, way: Way, ids: Any) -> None:
         self.way, self._ids = way, ids
-        self.first_ms, self.tokens = self._once(4)
-        for _ in range(2):
-            self._once(4)  # later calls may record passes that the first has met
+        with way.entered():
+            self.first_ms, self.tokens = self._once(4)
+            for _ in range(2):
+                self._once(4)  # later calls may record passes that the first has met
         self.prompt_ms: list[float] = []
         self.new_prompt_ms: list[float] = []
         self.whole_ms: list[float] = []
 
     def turn(self, new: int) -> None:
         """Generate first tokens of the prompt and of a shorter one, then a whole text."""
-        self.prompt_ms.append(self._once(1)[0])
         step = max(1, self._ids.shape[1] // _STEPS)
-        self.new_prompt_ms.append(self._once(1, step * len(self.prompt_ms))[0])
-        ms, self.tokens = self._once(new)
+        with self.way.entered():
+            self.prompt_ms.append(self._once(1)[0])
+            self.new_prompt_ms.append(self._once(1, step * len(self.prompt_ms))[0])
+            ms, self.tokens = self._once(new)
         self.whole_ms.append(ms)
 
     def token_ms(self, new: int) -> list[float]:

@@ -80,6 +80,7 @@ from placer.devices.stand_ins import (
     registries,
     stand_ins,
     unobserved,
+    work_beside_host,
 )
 from placer.devices.streams import NoStreamsError, SideStreams, keep_for_caller
 from placer.devices.tensor_moves import (
@@ -249,6 +250,7 @@ __all__ = [
     "warm_libraries",
     "with_tensors",
     "without_attention_plans",
+    "work_beside_host",
     "write",
     "write_count",
 ]

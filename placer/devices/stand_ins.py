@@ -6,7 +6,7 @@ It records which CPU stand-in holds each tensor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -56,6 +56,15 @@ stand_ins: list[int] = []
 
 
 registries: list[Registry] = []
+
+
+def work_beside_host(places: Iterable[torch.device]) -> bool:
+    """Return whether the host goes on while a device works; CPU stand-ins count as such devices.
+
+    Args:
+        places: the devices.
+    """
+    return bool(stand_ins) or any(place.type != "cpu" for place in places)
 
 
 class _Observed(threading.local):

@@ -119,6 +119,39 @@ class SideStreams:
             for stream in self._streams.values():
                 stream.synchronize()
 
+    @contextmanager
+    def ahead(self, place: torch.device) -> Iterator[None]:
+        """Let this thread's work on a device inside go into its stream, after what came before.
+
+        The caller's stream does not wait for it until ``catch_up``.
+
+        Args:
+            place: the device; nothing happens if it has no stream.
+        """
+        stream = self._streams.get(place)
+        if stream is None:
+            yield
+            return
+        device, caller = torch.cuda.current_device(), torch.cuda.current_stream(place)
+        stream.wait_stream(caller)
+        try:
+            torch.cuda.set_stream(stream)
+            torch.cuda.set_device(device)  # ``set_stream`` changes it
+            yield
+        finally:
+            torch.cuda.set_stream(caller)
+            torch.cuda.set_device(device)
+
+    def catch_up(self, place: torch.device) -> None:
+        """Let the caller's further work on a device wait for the work that is ``ahead``.
+
+        Args:
+            place: the device; nothing happens if it has no stream.
+        """
+        stream = self._streams.get(place)
+        if stream is not None:
+            torch.cuda.current_stream(place).wait_stream(stream)
+
     def hand_over(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor until the caller's work on it is done.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from placer import devices
 from placer.capture import autocast
+from placer.capture.pytrees import Structure, flatten
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.generation.model_state import CannotRecordError
 from placer.executor.generation.static_cache import CacheView, cache_of
@@ -117,3 +118,34 @@ def kind_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, devices.location(leaf)
     return leaf  # type: ignore[no-any-return]
+
+
+class Kind(NamedTuple):
+    """What the recorded pass of a call depends on, and the call's arguments.
+
+    Attributes:
+        general: what does not depend on sizes.
+        key: everything.
+        leaves: of the arguments.
+        structure: of the arguments.
+        target: the device of the results.
+    """
+
+    general: Hashable
+    key: Hashable
+    leaves: list[Any]
+    structure: Structure
+    target: torch.device
+
+    @classmethod
+    def of(cls, call: Call, target: torch.device) -> Kind:
+        """Return the kind of a call.
+
+        Args:
+            call: the call.
+            target: the device of the results.
+        """
+        leaves, structure = flatten(padded(call))
+        general = structure.key, call.view.kinds(), *modes(), call.tokens
+        key = general, call.signature, tuple(map(kind_of, leaves)), target, call.backend
+        return cls(general, key, leaves, structure, target)

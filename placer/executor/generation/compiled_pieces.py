@@ -178,15 +178,8 @@ def _tensors(operation: Operation, node: fx.Node, graph: fx.Graph) -> list[fx.No
     Raises:
         NotImplementedError: it is unknown which of its results they are.
     """
-    returns = operation.function._schema.returns
-    if len(returns) == 1:
-        if isinstance(returns[0].type, torch._C.TensorType):
-            return [node]
-        places = list(range(len(operation.makes)))
-    else:
-        places = [
-            place for place, one in enumerate(returns) if isinstance(one.type, torch._C.TensorType)
-        ]
-    if len(places) != len(operation.makes):
-        raise NotImplementedError(f"{operation.function} leaves some of its results out")
-    return [graph.call_function(operator.getitem, (node, place)) for place in places]
+    if operation.places is None:
+        return [node]
+    if len(operation.places) != len(operation.makes):
+        raise NotImplementedError(f"{operation.function} returns lists of tensors among others")
+    return [graph.call_function(operator.getitem, (node, place)) for place in operation.places]

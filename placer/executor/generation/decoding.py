@@ -14,8 +14,7 @@ cache's capacity, and the state of the model. What cannot be recorded runs throu
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -23,14 +22,14 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.capture import autocast
-from placer.capture.pytrees import Structure, flatten
-from placer.executor.engine.compiled_segments import Backend, error_line
-from placer.executor.generation.calls import Call, attention_of, kind_of, modes, new_tokens, padded
-from placer.executor.generation.compiled_pieces import Compilation, compilation
+from placer.capture.pytrees import flatten
+from placer.executor.engine.compiled_segments import Backend
+from placer.executor.generation.calls import Call, Kind, attention_of, kind_of, modes, new_tokens
+from placer.executor.generation.compiled_pieces import compilation
 from placer.executor.generation.findings import Findings
 from placer.executor.generation.model_state import CannotRecordError, ModelState
-from placer.executor.generation.operation_trace import OperationTrace, Trace
-from placer.executor.generation.results import UsersCache, copied, difference, exchanged
+from placer.executor.generation.recording import Kept, Recording, ReplayedCall
+from placer.executor.generation.results import difference
 from placer.executor.generation.static_cache import (
     CacheView,
     StaticCopy,
@@ -68,52 +67,6 @@ class _WaitingError(Exception):
     """A call that goes through hooks this time; the message says why."""
 
 
-@dataclass
-class _Recording:
-    """A kind of calls, traced or recorded.
-
-    Attributes:
-        copy: the static cache.
-        inputs: static tensors for the tensors among the arguments.
-        structure: of the arguments.
-        trace: of the first pass; None before it.
-        replay: the recorded pass; None before it was recorded.
-        result: structure of the result.
-        outcome: for each tensor of the result the number of a value, or -1 - the index of an input.
-        misses: consecutive calls for which the replay does something else than the model.
-    """
-
-    copy: StaticCopy
-    inputs: list[Any]
-    structure: Structure
-    trace: Trace | None = None
-    replay: TraceReplay | None = None
-    result: Structure | None = None
-    outcome: list[int] = field(default_factory=list)
-    misses: int = 0
-
-
-class _Kept:
-    """The contents of tensors before a pass that changes them.
-
-    Args:
-        tensors: on any devices.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._kept = [(one, one.clone(), devices.location(one)) for one in tensors]
-
-    def restore(self, place: torch.device | None = None) -> None:
-        """Give the tensors their contents again.
-
-        Args:
-            place: the device whose tensors are meant; None for all.
-        """
-        for tensor, was, where in self._kept:
-            if place is None or devices.same(where, place):
-                tensor.copy_(was)
-
-
 class Decoding:
     """The recorded passes of one generation at a time.
 
@@ -128,6 +81,7 @@ class Decoding:
 
     Attributes:
         length: the known limits of the text's length.
+        has_replayed: whether the latest call of ``run`` replayed a recording.
     """
 
     def __init__(
@@ -146,8 +100,9 @@ class Decoding:
         self._streams = streams
         self._refusal = refusal
         self.length = TextLength()
+        self.has_replayed = False
         self._caches: OrderedDict[Hashable, StaticCopy] = OrderedDict()
-        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
         self._version = findings.version
         self._attempts = self._waits = 0
         self._noisy_attempts = self._noisy_waits = 0
@@ -227,6 +182,7 @@ class Decoding:
         if found is None or new_tokens(args, kwargs) != 1:
             return None
         name, cache = found
+        self.has_replayed = False
         self.drop_outdated()
         try:
             self._refuse_modes()
@@ -239,6 +195,69 @@ class Decoding:
             self._findings.note(hooked=1, why=str(error))
             return None
         return result
+
+    def run_ahead(
+        self, kwargs: dict[str, Any], target: torch.device, backend: Backend | None, ids: Tensor
+    ) -> ReplayedCall | None:
+        """Replay the recorded pass of a call that is expected to come.
+
+        Whether the model has changed meanwhile is asked by ``accepts``, when the call has come.
+
+        Args:
+            kwargs: keyword arguments of the call.
+            target: the device of the results.
+            backend: as in ``run``.
+            ids: the text so far.
+
+        Returns:
+            The pass; None if the text is finished, or if there is no recording that can be undone.
+        """
+        found = cache_of(kwargs)
+        if found is None or new_tokens((), kwargs) != 1:
+            return None
+        self.drop_outdated()
+        try:
+            self._refuse_modes()
+            call = self._read((), kwargs, *found)
+            # only the device knows whether a static cache of the user has room
+            if call is None or call.view.length is None or self.length.is_reached(call.view.length):
+                return None
+            call.backend = backend
+            kind = Kind.of(call, target)
+        except (CannotRecordError, UnsupportedCacheError):
+            return None
+        recording = self._known(kind.key, call)
+        if recording is None or recording.replay is None or not recording.can_be_undone:
+            return None
+        recording.fill(call, kind)
+        recording.replay.run()
+        result, state = recording.followed(call, kind), self._findings.state
+        contents = () if state is None else state.writes()
+        place = devices.location(ids)
+        return ReplayedCall(result, call, recording, self._version, contents, place)
+
+    def accepts(self, ahead: ReplayedCall) -> bool:
+        """Return whether the model is as it was for a pass ahead; take the pass back otherwise.
+
+        Args:
+            ahead: what ``run_ahead`` returned last.
+        """
+        state = self._findings.state
+        is_same = ahead.version == self._findings.version and state is not None and state.holds()
+        if is_same and state is not None and state.writes() == ahead.contents:
+            self._note(ahead.call, ahead.recording, is_replayed=True)
+            return True
+        self.take_back(ahead)
+        self._outdate()
+        return False
+
+    def take_back(self, ahead: ReplayedCall) -> None:
+        """Undo a pass ahead, which the devices may still compute: its call does not come.
+
+        Args:
+            ahead: what ``run_ahead`` returned last.
+        """
+        ahead.recording.copy.take_back(ahead.call.view)
 
     def run_prompt(
         self,
@@ -294,13 +313,11 @@ class Decoding:
         return Call(args, rest, name, cache, view, capacity, view.signature(capacity))
 
     def _run(self, call: Call, target: torch.device, through_hooks: Callable[[], Any]) -> Any:
-        args, kwargs = padded(call)
-        leaves, structure = flatten((args, kwargs))
-        general = structure.key, call.view.kinds(), *modes(), call.tokens
-        key = general, call.signature, tuple(map(kind_of, leaves)), target, call.backend
+        kind = Kind.of(call, target)
+        general, key = kind.general, kind.key
         recording = self._known(key, call)
         if recording is not None and recording.replay is not None:
-            return self._replayed(recording, call, leaves, target)
+            return self._replayed(recording, call, kind)
         if self._drop_if_changed():
             recording = None
         if general in self._findings.refused:
@@ -308,11 +325,11 @@ class Decoding:
         self._refuse_noise()
         try:
             if recording is not None:
-                return self._second(recording, call, leaves, target)
+                return self._second(recording, call, kind)
             if call.tokens == 1:
                 self._refuse_vain_attempts()
-            recording = self._opened(key, call, leaves, structure)
-            found = self._first(recording, call, leaves, target)
+            recording = self._opened(call, kind)
+            found = self._first(recording, call, kind)
         except torch.OutOfMemoryError as error:
             if recording is not None:
                 recording.copy.undo()
@@ -331,9 +348,9 @@ class Decoding:
             self._note(call, why=_UNSTEADY if self._findings.is_unsteady else "")
             return found
         recording.copy.undo()  # the user's cache goes on without it
-        return self._verify(recording, general, key, call, found, through_hooks)
+        return self._verify(recording, call, kind, found, through_hooks)
 
-    def _known(self, key: Hashable, call: Call) -> _Recording | None:
+    def _known(self, key: Hashable, call: Call) -> Recording | None:
         """Return the recording of a kind of calls, unless it missed too often; None without one."""
         recording = self._recordings.get(key)
         if recording is None:
@@ -359,10 +376,9 @@ class Decoding:
 
     def _verify(
         self,
-        recording: _Recording,
-        general: Hashable,
-        key: Hashable,
+        recording: Recording,
         call: Call,
+        kind: Kind,
         found: Any,
         through_hooks: Callable[[], Any],
     ) -> Any:
@@ -372,13 +388,13 @@ class Decoding:
             self._findings.homes[call.view.kinds()] = places = call.view.places()
             if places != recording.copy.places:
                 # the prompt's cache came from elsewhere: keep the next one with its layers
-                self._forget(key, call.signature)
+                self._forget(kind.key, call.signature)
         why = difference(found, expected, "a static cache gives another result than the model's")
         if why:
-            self._findings.refused[general] = why
-            self._forget(key, call.signature)
+            self._findings.refused[kind.general] = why
+            self._forget(kind.key, call.signature)
         else:
-            self._findings.verified.add(general)
+            self._findings.verified.add(kind.general)
         self._note(call, why=why)
         return expected
 
@@ -439,13 +455,7 @@ class Decoding:
                 "experts rest on the host, and which of them are copied depends on the tokens"
             )
 
-    def _opened(
-        self,
-        key: Hashable,
-        call: Call,
-        leaves: Sequence[Any],
-        structure: Structure,
-    ) -> _Recording:
+    def _opened(self, call: Call, kind: Kind) -> Recording:
         """Return a new recording with memory for its inputs and its cache."""
         copy = self._caches.get(call.signature)
         if copy is None:
@@ -460,36 +470,34 @@ class Decoding:
         with torch.inference_mode(False), torch.no_grad():
             inputs = [
                 devices.copy(leaf, devices.location(leaf)) if isinstance(leaf, Tensor) else leaf
-                for leaf in leaves
+                for leaf in kind.leaves
             ]
-        recording = self._recordings[key] = _Recording(copy, inputs, structure)
+        recording = self._recordings[kind.key] = Recording(copy, inputs, kind.structure)
         return recording
 
-    def _first(
-        self, recording: _Recording, call: Call, leaves: Sequence[Any], target: torch.device
-    ) -> Any:
+    def _first(self, recording: Recording, call: Call, kind: Kind) -> Any:
         """Trace the first pass of a kind."""
-        self._prepare(recording, call, leaves)
-        recording.trace, result = self._traced(recording, call)
+        recording.fill(call, kind)
+        recording.copy.save()
+        recording.trace, result = recording.traced(call, self._hooks)
         assert self._findings.state is not None
         # A second run of the same token would change such a model again.
         self._findings.is_unsteady = not self._findings.state.holds()
         # the values are on their devices; the caller's are copies
-        return self._returned(recording, call, leaves, target, result)
+        return recording.returned(call, kind, result)
 
-    def _second(
-        self, recording: _Recording, call: Call, leaves: Sequence[Any], target: torch.device
-    ) -> Any:
+    def _second(self, recording: Recording, call: Call, kind: Kind) -> Any:
         """Trace another pass; record it and compare the replay, if it equals the first."""
         assert recording.trace is not None and self._findings.state is not None
         before = recording.trace
-        self._prepare(recording, call, leaves)
+        recording.fill(call, kind)
+        recording.copy.save()
         # The replay after it writes equal keys and values to the same place; other state, such as
         # the number of tokens, must be what it was.
         contents = {id(tensor) for tensor in recording.copy.tensors}
-        kept = _Kept(one for one in before.changed() if id(one) not in contents)
-        trace, result = self._traced(recording, call)
-        found = self._returned(recording, call, leaves, target, result)
+        kept = Kept(one for one in before.changed() if id(one) not in contents)
+        trace, result = recording.traced(call, self._hooks)
+        found = recording.returned(call, kind, result)
         if not self._findings.state.holds():
             self._findings.is_unsteady = True
             recording.copy.follow(call.view, call.tokens)
@@ -506,66 +514,31 @@ class Decoding:
             raise CannotRecordError(str(error)) from error
         kept.restore()
         replay.run()
-        again = self._collected(recording, replay, call, leaves, target)
+        again = recording.collected(call, kind, replay)
         if why := difference(again, found, "the recorded pass gives another result than the model"):
             raise CannotRecordError(why)
         recording.replay = replay
         if call.backend is not None:
             made = compilation(trace, results, replay, call.backend, kept.restore)
-            self._exchange(
-                recording,
+            recording.exchange(
                 made,
+                self._streams,
                 kept.restore,
                 lambda used: difference(
-                    self._collected(recording, used, call, leaves, target), found, _COMPILED_DIFFERS
+                    recording.collected(call, kind, used), found, _COMPILED_DIFFERS
                 ),
+            )
+            self._findings.note(
+                compiled=tuple(made.gains), not_compiled_because=tuple(made.obstacles)
             )
         recording.copy.follow(call.view, call.tokens)
         self._attempts = 0
         self._note(call, recording)
         return found
 
-    def _exchange(
-        self,
-        recording: _Recording,
-        made: Compilation,
-        restore: Callable[[], None],
-        differs: Callable[[TraceReplay], str],
-    ) -> None:
-        """Let a recording run its compiled pass, if that gives the model's result.
-
-        Args:
-            recording: with a replay that is not compiled.
-            made: the compiled pass.
-            restore: see ``compilation``.
-            differs: says how the result of a pass that has run differs from the model's.
-        """
-        assert recording.replay is not None
-        if made.replay is not None:
-            try:
-                made.replay.record(self._streams)
-                restore()
-                made.replay.run()
-                why = differs(made.replay)
-            except Exception as error:  # such as a lack of memory: it runs without a compiler
-                why = error_line(error)
-            if why:
-                made.gains.clear()
-                made.obstacles.append(why)
-            else:
-                recording.replay = made.replay
-        if not made.gains:
-            # trials have changed the cache
-            restore()
-            recording.replay.run()
-        self._findings.note(compiled=tuple(made.gains), not_compiled_because=tuple(made.obstacles))
-
-    def _replayed(
-        self, recording: _Recording, call: Call, leaves: Sequence[Any], target: torch.device
-    ) -> Any:
+    def _replayed(self, recording: Recording, call: Call, kind: Kind) -> Any:
         assert recording.replay is not None and self._findings.state is not None
-        recording.copy.adopt(call.cache, call.view)
-        _fill(recording.inputs, leaves)
+        recording.fill(call, kind)
         if not recording.replay.is_same():
             recording.misses += 1
             raise CannotRecordError("it reads numbers on the host that differ from call to call")
@@ -576,90 +549,14 @@ class Decoding:
             recording.copy.rewind(call.tokens)
             self._outdate()
             raise CannotRecordError("the model has changed")
-        recording.copy.follow(call.view, call.tokens)
+        self.has_replayed = call.tokens == 1
         self._note(call, recording, is_replayed=True)
-        return self._collected(recording, recording.replay, call, leaves, target)
-
-    def _prepare(self, recording: _Recording, call: Call, leaves: Sequence[Any]) -> None:
-        """Bring the cache and the inputs of a call into static memory."""
-        recording.copy.adopt(call.cache, call.view)
-        recording.copy.save()
-        _fill(recording.inputs, leaves)
-
-    def _traced(self, recording: _Recording, call: Call) -> tuple[Trace, Any]:
-        """Run a pass through hooks on static memory, and trace it.
-
-        Returns:
-            The trace, and the model's result, whose cache is the static one.
-        """
-        args, kwargs = recording.structure.unflatten(recording.inputs)
-        kwargs[call.name] = recording.copy.cache
-        before = _random_states()
-        tracer = OperationTrace()
-        try:
-            with tracer, self._hooks.noted(tracer.note_action):
-                result = self._hooks.run_model(args, kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise CannotRecordError(f"it fails with a static cache: {error}") from error
-        trace = tracer.trace
-        if not trace.obstacle and _random_states() != before:
-            trace.obstacle = "it draws random numbers"
-        if trace.obstacle:
-            raise CannotRecordError(trace.obstacle)
-        self._note_result(recording, result, tracer)
-        return trace, result
-
-    def _note_result(self, recording: _Recording, result: Any, tracer: OperationTrace) -> None:
-        """Note which values a result consists of."""
-        tensors, recording.result = flatten(exchanged(result, recording.copy.cache, UsersCache))
-        inputs = {id(one): place for place, one in enumerate(recording.inputs)}
-        recording.outcome = []
-        for tensor in tensors:
-            number = inputs.get(id(tensor))
-            if number is not None:
-                recording.outcome.append(-1 - number)
-                continue
-            made = tracer.number(tensor)
-            if made is None:
-                raise CannotRecordError("it returns a tensor that torch did not make")
-            recording.outcome.append(made)
-
-    def _returned(
-        self,
-        recording: _Recording,
-        call: Call,
-        leaves: Sequence[Any],
-        target: torch.device,
-        result: Any,
-    ) -> Any:
-        """Return the result of a traced pass to the caller."""
-        tensors, structure = flatten(exchanged(result, recording.copy.cache, UsersCache))
-        own = {id(one): given for one, given in zip(recording.inputs, leaves, strict=True)}
-        moved = [own[id(one)] if id(one) in own else copied(one, target) for one in tensors]
-        return exchanged(structure.unflatten(moved), UsersCache, call.cache)
-
-    def _collected(
-        self,
-        recording: _Recording,
-        replay: TraceReplay,
-        call: Call,
-        leaves: Sequence[Any],
-        target: torch.device,
-    ) -> Any:
-        """Return the result of a replayed pass to the caller."""
-        assert recording.result is not None
-        tensors = [
-            leaves[-1 - number] if number < 0 else copied(replay.value(number), target)
-            for number in recording.outcome
-        ]
-        return exchanged(recording.result.unflatten(tensors), UsersCache, call.cache)
+        return recording.followed(call, kind)
 
     def _note(
         self,
         call: Call,
-        recording: _Recording | None = None,
+        recording: Recording | None = None,
         is_replayed: bool = False,
         why: str = "",
     ) -> None:
@@ -679,17 +576,3 @@ class Decoding:
             latest["stages"] = tuple(str(piece.device) for piece in recording.replay.pieces)
             latest["capacity"] = recording.copy.capacity
         self._findings.note(int(is_replayed), int(not is_replayed), why, **latest)
-
-
-def _fill(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Copy the inputs of a call into their static tensors."""
-    for own, one in zip(inputs, given, strict=True):
-        devices.fill(own, one)
-
-
-def _random_states() -> list[bytes]:
-    """Return the states of torch's random number generators."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        generators += torch.cuda.default_generators
-    return [bytes(generator.get_state().numpy().tobytes()) for generator in generators]

@@ -6,15 +6,16 @@
 
 A slot has the static caches and recordings of one generation at a time. A thread keeps its slot
 while it is in ``flow.applied()``; later threads use the slot again. Every pass is issued in a turn,
-and the host waits for its result outside of it, so the devices work for all generations.
+and the host waits for its result outside of it, so the devices work for all generations. A thread
+in the caller's streams also issues passes ahead, see ``pass_ahead.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from threading import Lock, get_ident
 from typing import Any
 
@@ -23,12 +24,18 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.executor.engine.compiled_segments import Backend
+from placer.executor.generation import pass_ahead
 from placer.executor.generation.calls import new_tokens
 from placer.executor.generation.decoding import Decoding
 from placer.executor.generation.findings import Findings, GenerationReport
+from placer.executor.generation.pass_ahead import PassAhead
+from placer.executor.generation.recording import ReplayedCall
+from placer.executor.generation.results import tensors_without_caches
 from placer.executor.generation.static_cache import cache_of, cache_tensors
 from placer.executor.hook_path import HookPath
+from placer.executor.stage_errors import nothing_held
 from placer.executor.state.model_lock import ModelLock
+from placer.utils.python_objects import attribute_set
 
 _PATIENCE_S = 0.1
 """Maximum time for which a recording waits until other generations wait for their turn."""
@@ -54,11 +61,17 @@ class _Slot:
         number: from 0, whose streams are the caller's.
         decoding: its recorded passes.
         streams: its own; None for the caller's.
+        streams_ahead: for passes ahead; None if there are none.
+        ahead: the passes ahead of the present call of ``generate``; None if there are none.
+        latest: the device of results and the backend of the latest call.
     """
 
     number: int
     decoding: Decoding
     streams: devices.SideStreams | None = None
+    streams_ahead: devices.SideStreams | None = None
+    ahead: PassAhead | None = None
+    latest: tuple[torch.device, Backend | None] | None = None
 
 
 class Generations:
@@ -104,8 +117,9 @@ class Generations:
             self._idle = [slot for slot in self._idle if not condition(slot)]
         for slot in dropped:
             slot.decoding.drop()
-            if slot.streams is not None:
-                slot.streams.release()
+            for streams in (slot.streams, slot.streams_ahead):
+                if streams is not None:
+                    streams.release()
 
     @contextmanager
     def slot(self, places: Sequence[torch.device], apart: bool = False) -> Iterator[None]:
@@ -145,14 +159,15 @@ class Generations:
     def _made(self, number: int, places: Sequence[torch.device]) -> _Slot:
         """Return a new slot; one of too many works in the caller's streams and records nothing."""
         streams, refusal = None, _TOO_MANY if number == _MOST_SLOTS else ""
-        if 0 < number < _MOST_SLOTS:
+        if number < _MOST_SLOTS and (number > 0 or devices.work_beside_host(places)):
             try:
                 streams = devices.SideStreams(places)
             except devices.NoStreamsError:
-                number, refusal = _MOST_SLOTS, _TOO_MANY
+                if number > 0:
+                    number, refusal = _MOST_SLOTS, _TOO_MANY
         is_quiet = partial(self._lock.is_alone, _PATIENCE_S)
         decoding = Decoding(self._module, self._hooks, self._findings, is_quiet, streams, refusal)
-        return _Slot(number, decoding, streams)
+        return _Slot(number, decoding, *((None, streams) if number == 0 else (streams, None)))
 
     def _return(self, thread: int, slot: _Slot) -> None:
         if self._lock.has_other_blocks:
@@ -181,9 +196,13 @@ class Generations:
             return None
         # loops of the user's own draw their tokens between the passes, too
         self._lock.note_busy()
+        result = self._came_ahead(slot, args, kwargs)
+        if result is not None:
+            return result
         self._claim(slot, found[1])
         if new_tokens(args, kwargs) == 1:
             result = slot.decoding.run(args, kwargs, target, through_hooks, backend)
+            self._note_call(slot, kwargs, target, backend)
         else:
             self._make_room(slot)
             result = slot.decoding.run_prompt(args, kwargs, target, through_hooks)
@@ -192,6 +211,50 @@ class Generations:
             self._version = self._findings.version
             self._drop_idle(lambda one: True)
         return result
+
+    def _came_ahead(
+        self, slot: _Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        """Return the result of a call that was issued ahead, in a tuple; None if it was not."""
+        found = None if slot.ahead is None else slot.ahead.taken(args, kwargs)
+        if found is None:
+            return None
+        assert slot.ahead is not None and slot.streams_ahead is not None
+        slot.streams_ahead.catch_up(found.place)
+        if not slot.decoding.accepts(found):
+            return None
+        for tensor in tensors_without_caches(found.result):
+            devices.keep_for_caller(tensor)
+        slot.ahead.note_call(kwargs)
+        return (found.result,)
+
+    def _note_call(
+        self, slot: _Slot, kwargs: dict[str, Any], target: torch.device, backend: Backend | None
+    ) -> None:
+        """Note a call for the pass after it."""
+        slot.latest = target, backend
+        if slot.ahead is not None and slot.decoding.has_replayed:
+            slot.ahead.note_call(kwargs)
+        elif slot.ahead is not None:
+            slot.ahead.forget()
+
+    def _issued_ahead(
+        self, slot: _Slot, kwargs: dict[str, Any], ids: Tensor
+    ) -> ReplayedCall | None:
+        """Issue a pass ahead; see ``PassAhead``."""
+        if slot.latest is None or self._hooks.runs or not devices.observed():
+            return None
+        assert slot.streams_ahead is not None
+        place = devices.location(ids)
+        with nothing_held(), self._lock, self._hooks.paused(), slot.streams_ahead.ahead(place):
+            return slot.decoding.run_ahead(kwargs, *slot.latest, ids)
+
+    def _taken_back(self, slot: _Slot, call: ReplayedCall) -> None:
+        """Undo a pass ahead."""
+        assert slot.streams_ahead is not None
+        with self._lock, self._hooks.paused():
+            slot.streams_ahead.catch_up(call.place)
+            slot.decoding.take_back(call)
 
     def _claim(self, slot: _Slot, cache: Any) -> None:
         """Take a cache over from the slot whose static memory it has views of."""
@@ -215,17 +278,38 @@ class Generations:
 
         Nothing happens if the model has no such method.
         """
-        own, name = vars(self._module), "generate"
-        if not callable(getattr(self._module, name, None)):
+        methods: dict[str, Callable[..., Any]] = {
+            "generate": self.generate,
+            pass_ahead.PREPARE: self._prepared,
+            pass_ahead.UPDATE: self._updated,
+        }
+        with ExitStack() as stack:
+            for name, run in methods.items():
+                if callable(getattr(self._module, name, None)):
+                    method = _PlacedMethod(self._module, name, run)
+                    stack.enter_context(attribute_set(self._module, name, method))
             yield
-            return
-        before = {name: own[name]} if name in own else {}
-        own[name] = _PlacedGenerate(self._module, self.generate)
-        try:
-            yield
-        finally:
-            own.pop(name, None)
-            own.update(before)
+
+    def _prepared(
+        self, prepare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the arguments of the next pass of this thread's text."""
+        ahead = self._ahead()
+        return prepare(*args, **kwargs) if ahead is None else ahead.prepared(prepare, args, kwargs)
+
+    def _updated(
+        self, update: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what the arguments of the next pass of this thread's text are made from."""
+        ahead, updated = self._ahead(), update(*args, **kwargs)
+        if ahead is not None:
+            ahead.note_update(updated)
+        return updated
+
+    def _ahead(self) -> PassAhead | None:
+        """Return the passes ahead of this thread's call of ``generate``; None without any."""
+        slot = self._by_thread.get(get_ident())
+        return None if slot is None else slot.ahead
 
     def generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -246,13 +330,36 @@ class Generations:
         with self._lock.busy():
             slot.decoding.length.announce(self._module, kwargs)
             try:
-                result = generate(*args, **kwargs)
+                with self._going_ahead(slot, args, kwargs) as given:
+                    result = generate(*args, **given)
             finally:
                 slot.decoding.length.forget()
         if slot.streams is not None:
             for tensor in result_tensors(result):
                 slot.streams.hand_over(tensor)
         return result
+
+    @contextmanager
+    def _going_ahead(
+        self, slot: _Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the keyword arguments with which a call of ``generate`` issues passes ahead."""
+        outer = slot.ahead
+        if outer is not None:
+            outer.discard()
+        slot.ahead = None
+        if slot.streams_ahead is not None and pass_ahead.fits(self._module, args, kwargs):
+            slot.ahead = PassAhead(
+                partial(self._issued_ahead, slot), partial(self._taken_back, slot)
+            )
+            criteria = [*(kwargs.get("stopping_criteria") or ()), slot.ahead]
+            kwargs = {**kwargs, "stopping_criteria": criteria}
+        try:
+            yield kwargs
+        finally:
+            if slot.ahead is not None:
+                slot.ahead.discard()
+            slot.ahead = outer
 
     def release_caches(self) -> None:
         """Give the caches that this thread returned tensors of their own."""
@@ -278,23 +385,26 @@ def result_tensors(nest: Any) -> Iterator[Tensor]:
         yield from cache_tensors(nest)
 
 
-class _PlacedGenerate:
-    """A model's ``generate`` that runs in a slot.
+class _PlacedMethod:
+    """A method of a model that runs in a slot.
 
     A copy of the model gets the method of its class instead.
 
     Args:
         module: the model.
-        run: runs the method with its arguments.
+        name: of the method.
+        run: takes the method, and its positional and keyword arguments.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self._module, self._run = module, run
-        self._generate: Any = module.generate
+    def __init__(self, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
+        self._module, self._name, self._run = module, name, run
+        self._method: Any = getattr(module, name)
+        # the signature, which transformers reads
+        update_wrapper(self, self._method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate texts."""
-        return self._run(self._generate, args, kwargs)
+        """Run the method."""
+        return self._run(self._method, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "generate")
+        return getattr, (self._module, self._name)

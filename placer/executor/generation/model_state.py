@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from placer.executor.state.model_fingerprint import Attributes, Census
+from placer.executor.state.tensor_versions import writes
 
 _PLAIN = (bool, int, float, str, list, tuple, dict, set, type(None))
 
@@ -49,6 +50,10 @@ class ModelState:
             if before.modes != self._census.modes or not before.describes(self._census):
                 return False
         return self._attributes.hold() and self._now_addresses() == self._addresses
+
+    def writes(self) -> list[Any]:
+        """Return a list that differs after any tensor was written to; see ``tensor_versions``."""
+        return writes(self._census.state)
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[Any, str]]:

@@ -58,6 +58,7 @@ class Operation:
         makes: numbers of the resulting tensors.
         device: where it ran; the target of a transfer.
         is_transfer: whether it copies a tensor from one device to another.
+        places: where among its results these tensors are; None if there is a single result.
     """
 
     function: Any
@@ -68,6 +69,7 @@ class Operation:
     makes: list[int]
     device: torch.device
     is_transfer: bool = False
+    places: Sequence[int] | None = None
 
     def equals(self, other: Operation) -> bool:
         """Return whether two operations do the same work on values of the same numbers."""
@@ -237,6 +239,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 makes,
                 device,
                 is_transfer,
+                _places(result),
             )
         )
 
@@ -377,6 +380,13 @@ def tensors_of(nest: Any) -> Iterator[Tensor]:
     elif isinstance(nest, dict):
         for item in nest.values():
             yield from tensors_of(item)
+
+
+def _places(result: Any) -> list[int] | None:
+    """Return the places of the tensors among the results of an operation; None for one result."""
+    if not isinstance(result, (tuple, list)):
+        return None
+    return [place for place, one in enumerate(result) if isinstance(one, Tensor)]
 
 
 def _numbered(nest: Any, numbers: Any) -> Any:

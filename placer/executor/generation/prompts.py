@@ -18,14 +18,49 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from placer import devices
-from placer.executor.generation.static_cache import CacheView, LayerLayout, UnsupportedCacheError
+from placer.executor.generation.static_cache import LENGTHS, CacheView, UnsupportedCacheError
 
 _KEPT_KINDS = 64
 
 _HOST_SHARE = 0.5
 """Least share of a prompt's time during which the host issues it, for a recording."""
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """A layer of a cache without its tokens.
+
+    Attributes:
+        keys: of no tokens.
+        values: of no tokens.
+        place: their device.
+    """
+
+    keys: Tensor
+    values: Tensor
+    place: torch.device
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerLayout:
+        """Return the layout of a layer that holds tokens."""
+        with torch.inference_mode(False), torch.no_grad():
+            keys, values = (
+                torch.empty_like(one.narrow(LENGTHS, 0, 0)) for one in (layer.keys, layer.values)
+            )
+        return cls(keys, values, devices.location(keys))
+
+    def open(self, layer: Any) -> None:
+        """Give a layer of the same kind keys and values of no tokens.
+
+        Args:
+            layer: not initialised.
+        """
+        layer.dtype, layer.device = self.keys.dtype, self.place
+        layer.keys, layer.values = self.keys, self.values
+        layer.is_initialized = True
 
 
 @dataclass

@@ -55,7 +55,7 @@ def difference(found: Any, expected: Any, message: str) -> str:
         expected: another one.
         message: what an inequality means.
     """
-    some, others = _result_tensors(found), _result_tensors(expected)
+    some, others = tensors_without_caches(found), tensors_without_caches(expected)
     if len(some) != len(others):
         return message
     close = Closeness.for_tensors(others)
@@ -67,12 +67,16 @@ def difference(found: Any, expected: Any, message: str) -> str:
     return next(unlike, "")
 
 
-def _result_tensors(nest: Any) -> list[Any]:
-    """Return the tensors of a result without its caches."""
+def tensors_without_caches(nest: Any) -> list[Any]:
+    """Return the tensors of a result without its caches.
+
+    Args:
+        nest: the result.
+    """
     if isinstance(nest, Tensor):
         return [nest]
     if isinstance(nest, dict):
-        return [leaf for item in nest.values() for leaf in _result_tensors(item)]
+        return [leaf for item in nest.values() for leaf in tensors_without_caches(item)]
     if isinstance(nest, (tuple, list)):
-        return [leaf for item in nest for leaf in _result_tensors(item)]
+        return [leaf for item in nest for leaf in tensors_without_caches(item)]
     return []

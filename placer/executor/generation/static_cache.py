@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from placer import devices
 
 _MODULE = "transformers.cache_utils"
-_LENGTHS = -2
+LENGTHS = -2
 """The dimension of tokens in the keys and values of every cache."""
 
 _SMALLEST = 64
@@ -203,7 +203,7 @@ class CacheView:
             expected: tokens that the cache is expected to hold at the end; None if unknown.
         """
         if self.is_static:
-            return int(self.layers[0].keys.shape[_LENGTHS])
+            return int(self.layers[0].keys.shape[LENGTHS])
         assert self.length is not None
         return capacity_for(self.length, expected)
 
@@ -219,7 +219,7 @@ class CacheView:
             for layer, home in zip(self.layers, homes, strict=True)
         )
         cross = tuple(
-            (devices.location(layer.keys), *_kind(layer, layer.keys.shape[_LENGTHS]))
+            (devices.location(layer.keys), *_kind(layer, layer.keys.shape[LENGTHS]))
             for layer in self.cross
         )
         return self.is_static, own, cross
@@ -249,7 +249,7 @@ _DYNAMIC = ("DynamicLayer", "DynamicSlidingWindowLayer")
 def _kind(layer: Any, length: int) -> tuple[Hashable, ...]:
     kinds = []
     for tensor in (layer.keys, layer.values):
-        shape = (*tensor.shape[:_LENGTHS], length, *tensor.shape[_LENGTHS + 1 :])
+        shape = (*tensor.shape[:LENGTHS], length, *tensor.shape[LENGTHS + 1 :])
         kinds.append((shape, tensor.dtype))
     return tuple(kinds)
 
@@ -258,45 +258,6 @@ def _window(layer: Any) -> int | None:
     """Return the number of tokens that a layer keeps; None if it keeps all."""
     window = getattr(layer, "sliding_window", None)
     return None if window is None else max(0, int(window) - 1)
-
-
-@dataclass(frozen=True)
-class LayerLayout:
-    """A layer of a cache without its tokens.
-
-    Attributes:
-        keys_shape: with no tokens.
-        values_shape: likewise.
-        dtype: of both.
-        place: their device.
-    """
-
-    keys_shape: tuple[int, ...]
-    values_shape: tuple[int, ...]
-    dtype: torch.dtype
-    place: torch.device
-
-    @classmethod
-    def of(cls, layer: Any) -> LayerLayout:
-        """Return the layout of a layer that holds tokens."""
-        keys, values = (
-            (*one.shape[:_LENGTHS], 0, *one.shape[_LENGTHS + 1 :])
-            for one in (layer.keys, layer.values)
-        )
-        return cls(keys, values, layer.keys.dtype, devices.location(layer.keys))
-
-    def open(self, layer: Any) -> None:
-        """Give a layer of the same kind keys and values of no tokens.
-
-        Args:
-            layer: not initialised.
-        """
-        layer.dtype, layer.device = self.dtype, self.place
-        layer.keys, layer.values = (
-            torch.empty(shape, dtype=self.dtype, device=self.place)
-            for shape in (self.keys_shape, self.values_shape)
-        )
-        layer.is_initialized = True
 
 
 class StaticCopy:
@@ -409,19 +370,18 @@ class StaticCopy:
 
     def _take(self, view: CacheView) -> None:
         self.length = view.length
+        if view.length is not None:
+            self._set_counts(view.length)
         for own, layer in zip(self._layers, view.layers, strict=True):
-            if view.is_static:
+            end = view.length
+            if end is None:
                 end = self.capacity
                 _copy_count(own, layer)
-            else:
-                assert view.length is not None
-                end = view.length
-                _set_count(own, view.length)
-            start = end - layer.keys.shape[_LENGTHS]
+            start = end - layer.keys.shape[LENGTHS]
             if start == end:
                 continue  # the cache of a prompt is empty
             for target, source in ((own.keys, layer.keys), (own.values, layer.values)):
-                part = target.narrow(_LENGTHS, start, end - start)
+                part = target.narrow(LENGTHS, start, end - start)
                 # a cropped view of this very memory needs no copy
                 if not _is_same_memory(part, source):
                     shares = source.untyped_storage()._cdata == target.untyped_storage()._cdata
@@ -458,8 +418,8 @@ class StaticCopy:
             window = _window(layer)
             start = 0 if window is None else max(0, self.length - window)
             count = self.length - start
-            layer.keys = own.keys.narrow(_LENGTHS, start, count)
-            layer.values = own.values.narrow(_LENGTHS, start, count)
+            layer.keys = own.keys.narrow(LENGTHS, start, count)
+            layer.values = own.values.narrow(LENGTHS, start, count)
             if window is not None:
                 layer.cumulative_length = self.length
             self._given.append((layer.keys, layer.values))
@@ -479,6 +439,25 @@ class StaticCopy:
         counts = (getattr(layer, "cumulative_length", None) for layer in self._layers)
         return [count for count in counts if isinstance(count, Tensor)]
 
+    def _counts_by_device(self) -> Iterable[list[Tensor]]:
+        """Return the layers' numbers of tokens that are on one device, for each device."""
+        found = defaultdict[torch.device, list[Tensor]](list)
+        for count in self._lengths():
+            found[devices.location(count)].append(count)
+        return found.values()
+
+    def _set_counts(self, length: int) -> None:
+        """Set the number of tokens of all layers."""
+        for counts in self._counts_by_device():
+            # at once: a GPU takes longer to start the work for each of many layers than to do it
+            torch._foreach_zero_(counts)
+            if length:
+                torch._foreach_add_(counts, length)
+        if not self.counts_tokens:
+            # versions of transformers without a count take all tokens that are not zero
+            for own in self._layers:
+                own.keys.narrow(LENGTHS, length, self.capacity - length).zero_()
+
     def rewind(self, tokens: int = 1) -> None:
         """Undo the count of a pass whose results are not used.
 
@@ -486,9 +465,26 @@ class StaticCopy:
             tokens: of the pass.
         """
         with torch.no_grad():
-            for count in self._lengths():
-                count.sub_(tokens)
+            for counts in self._counts_by_device():
+                torch._foreach_sub_(counts, tokens)
         self._is_followed = False
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Return whether each layer counts its tokens on its device, so that one can be undone."""
+        return len(self._lengths()) == len(self._layers)
+
+    def take_back(self, view: CacheView, tokens: int = 1) -> None:
+        """Undo a pass that ``follow`` gave to the user's cache.
+
+        Args:
+            view: the layers of the cache.
+            tokens: of the pass.
+        """
+        self.rewind(tokens)
+        if self.length is not None:
+            self.length -= tokens
+        self.follow(view, 0)
 
     def release(self) -> None:
         """Give the owner tensors of its own where it has views, before the next owner's come."""
@@ -536,7 +532,7 @@ def _zeros(like: Tensor, length: int, place: torch.device) -> Tensor:
 
     It must be finite: a masked value counts zero times, and zero times NaN is NaN.
     """
-    shape = (*like.shape[:_LENGTHS], length, *like.shape[_LENGTHS + 1 :])
+    shape = (*like.shape[:LENGTHS], length, *like.shape[LENGTHS + 1 :])
     return torch.zeros(shape, dtype=like.dtype, device=place)
 
 
@@ -547,15 +543,6 @@ def _fixed_layer(kinds: Any, layer: Any) -> Any:
     made.dtype, made.device = layer.keys.dtype, devices.location(made.keys)
     made.is_initialized = True
     return made
-
-
-def _set_count(own: Any, length: int) -> None:
-    """Set a static layer's number of tokens."""
-    if isinstance(getattr(own, "cumulative_length", None), Tensor):
-        own.cumulative_length.fill_(length)
-    else:
-        # versions of transformers without a count take all tokens that are not zero
-        own.keys.narrow(_LENGTHS, length, own.keys.shape[_LENGTHS] - length).zero_()
 
 
 def _copy_count(own: Any, layer: Any) -> None:

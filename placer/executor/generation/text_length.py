@@ -45,3 +45,11 @@ class TextLength:
         if self._total is None and self._new is not None and length is not None:
             self._total = length + self._new
         return self._total
+
+    def is_reached(self, length: int) -> bool:
+        """Return whether a text has all tokens that it may have, as far as is known.
+
+        Args:
+            length: tokens in its cache, which has all but the latest one.
+        """
+        return self._total is not None and length + 1 >= self._total

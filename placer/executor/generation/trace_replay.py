@@ -106,6 +106,11 @@ class TraceReplay:
             taken = devices.reserved_bytes(piece.device) - before
             self.reserved_bytes[piece.device] = self.reserved_bytes.get(piece.device, 0) + taken
 
+    @property
+    def reads_on_host(self) -> bool:
+        """Return whether the host waits for numbers before each pass; see ``is_same``."""
+        return bool(self._guards)
+
     def is_same(self) -> bool:
         """Return whether the pass would read the same numbers on the host, for its inputs now."""
         return all(self._holds(guard) for guard in self._guards)

@@ -190,3 +190,24 @@ def test_pieces_of_several_devices_are_compiled_each() -> None:
         made.replay.run()
     assert made.replay.value(number).tolist() == [11.0, 15.0, 7.0, 11.0]
     assert total.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_operation_may_leave_out_results() -> None:
+    """As cuDNN's attention does; here the middle one of three gradients."""
+    torch.manual_seed(0)
+    given, x, weight = torch.randn(1, 3, 4), torch.randn(1, 2, 4), torch.randn(3, 2, 1)
+    options = ([3], [1], [0], [1], False, [0], 1, [True, False, True])
+    run = torch.ops.aten.convolution_backward.default
+    with torch.no_grad(), OperationTrace() as tracer:
+        first, left_out, last = run(given, x, weight, *options)
+        result = first.sum() + 2 * last
+    assert left_out is None
+    number = tracer.number(result)
+    assert number is not None
+    replay = TraceReplay(tracer.trace, [number])
+    (piece,) = replay.pieces
+    values = replay.values()
+    compiled_pieces.CompiledPiece(piece.operations, [number], BACKEND).run(values)
+    # a kernel of one entry: each input is the sum over the outputs, with the weights
+    expected = (weight[:, :, 0].T @ given[0]).sum() + 2 * given.sum((0, 2))
+    torch.testing.assert_close(values[number], expected)

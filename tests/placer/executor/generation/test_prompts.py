@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from placer import DataFlow
 from placer.executor import model_captures
-from placer.executor.generation import calls, decoding, prompts
+from placer.executor.generation import calls, prompts, recording
 from placer.testing import logical_devices
 
 OPTIONS = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -170,12 +170,12 @@ def test_only_passes_through_hooks_do_without_plans_of_attention(
     """A new length of the cache needs a new plan of cuDNN, unless the pass will come again."""
     traced, hooked = [], []
 
-    class Tracer(decoding.OperationTrace):
+    class Tracer(recording.OperationTrace):
         def __enter__(self) -> Any:
             traced.append(torch.backends.cuda.cudnn_sdp_enabled())
             return super().__enter__()
 
-    monkeypatch.setattr(decoding, "OperationTrace", Tracer)
+    monkeypatch.setattr(recording, "OperationTrace", Tracer)
     model, _ = pair("llama")
     flow = split(model)
     for _ in range(BEFORE):
