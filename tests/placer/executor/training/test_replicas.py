@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from math import lcm
 from typing import Any
 
 import pytest
 import torch
-from replicated import replicated, unsplit_loss
+from replicated import by_stage, replicated, unsplit_loss
 from torch import Tensor, nn
 from torch.nn import functional
 from unverified import unverified
@@ -134,3 +135,31 @@ def test_a_batch_may_have_fewer_samples_than_there_are_replicas() -> None:
 
 def test_stand_ins_that_share_their_memory_work_too() -> None:
     _compare(replicated(_model(), 2, 2, chunks=2))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 3), (2, 4)])
+def test_stages_with_numbers_of_replicas_of_their_own_train_as_the_unsplit_model(
+    counts: tuple[int, ...], chunks: int
+) -> None:
+    with logical_devices(sum(counts)):
+        step = _compare(by_stage(_model(), counts, chunks=chunks), samples=24)
+    (pipeline,) = step.pipelines
+    # every unit has as many samples
+    assert pipeline.sizes == (24 // chunks // lcm(*counts),) * (chunks * lcm(*counts))
+
+
+@pytest.mark.parametrize("schedule", ["fill-drain", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize("counts", [(3, 1), (1, 3), (1, 2, 1)])
+@pytest.mark.usefixtures("four")
+def test_every_schedule_works_with_replicas_by_stage(
+    counts: tuple[int, ...], schedule: Any
+) -> None:
+    _compare(by_stage(_model(), counts, chunks=4, schedule=schedule), samples=24)
+
+
+@pytest.mark.parametrize("samples", [23, 17, 13, 7, 4, 2])
+@pytest.mark.parametrize("counts", [(3, 1), (1, 2, 1)])
+@pytest.mark.usefixtures("four")
+def test_units_may_be_uneven(counts: tuple[int, ...], samples: int) -> None:
+    _compare(by_stage(_model(), counts, chunks=3), samples=samples)
