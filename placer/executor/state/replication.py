@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from torch import nn
 from placer.capture.layers import tensor_bytes
 from placer.errors import PlacementError
 from placer.schema import Placement
+
+Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Replication:
             return cls()
         count, samples = _samples_by_pipeline(placement)
         devices = {}
-        for name in dict.fromkeys([*placement.layer_devices.values(), *placement.replicas]):
+        for name in dict.fromkeys([*placement.replicas, *placement.layer_devices.values()]):
             held = tuple(device(one.device) for one in placement.replicas.get(name, ()))
             devices[device(name)] = held or (device(name),)
         _refuse_shared_devices(devices)
@@ -115,8 +117,8 @@ class Replication:
         return rounds
 
 
-def _by_pipeline(replicas: Sequence[Any], pipelines: int) -> tuple[Any, ...]:
-    """Return the replica of a stage in each pipeline; consecutive pipelines share one."""
+def _by_pipeline(replicas: Sequence[Each], pipelines: int) -> tuple[Each, ...]:
+    """Return what the replica of a stage in each pipeline has; consecutive pipelines share one."""
     return tuple(replicas[number * len(replicas) // pipelines] for number in range(pipelines))
 
 
@@ -127,7 +129,7 @@ def _samples_by_pipeline(placement: Placement) -> tuple[int, tuple[int, ...]]:
         PlacementError: stages divide a micro-batch differently.
     """
     given = placement.replicas
-    count = math.lcm(*placement.replicas_by_stage, *map(len, given.values()))
+    count = math.lcm(*map(len, given.values()))
     rows = {
         name: _by_pipeline([one.samples * len(found) for one in found], count)
         for name, found in given.items()

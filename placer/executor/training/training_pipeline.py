@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, get_args
 
 import torch
@@ -270,7 +270,7 @@ class TrainingPipeline:
         dims |= enumerate(self.recipe.goal_dims)
         gradients = InputGradients(given, self.sizes, self.courier, dims)
         given = dict(zip(given, detached(list(given.values())), strict=True))
-        feed = Feed(given, self.sizes, self.courier, begun, dims, self._parts_on())
+        feed = Feed(given, self.sizes, self.courier, begun, dims, self._parts_on)
         last = self._last_stages
         self.collected = []
         for number in range(len(self.sizes)):
@@ -288,8 +288,9 @@ class TrainingPipeline:
             self.statistics.commit()
         gradients.hand_out()
 
+    @cached_property
     def _parts_on(self) -> dict[torch.device, list[int]]:
-        """Return by device the parts of a batch that its stages compute."""
+        """The parts of a batch that the stages of each device compute."""
         pipelines: dict[torch.device, set[int]] = {}
         for number, stage in enumerate(self.stages):
             pipelines.setdefault(stage.device, set()).add(number // self._length)

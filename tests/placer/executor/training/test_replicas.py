@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from math import lcm
 from typing import Any
@@ -18,7 +19,8 @@ from placer import DataFlow
 from placer.executor.engine.shares import part_sizes
 from placer.executor.state.replication import Replication
 from placer.executor.training.train_step import TrainStep
-from placer.schema import Placement
+from placer.schedule import plan
+from placer.schema import Placement, Replica
 from placer.testing import logical_devices
 
 SAMPLES, STEPS = 8, 3
@@ -142,11 +144,11 @@ def test_stand_ins_that_share_their_memory_work_too() -> None:
 def test_stages_with_numbers_of_replicas_of_their_own_train_as_the_unsplit_model(
     counts: tuple[int, ...], chunks: int
 ) -> None:
+    units = chunks * lcm(*counts)
     with logical_devices(sum(counts)):
-        step = _compare(by_stage(_model(), counts, chunks=chunks), samples=24)
+        step = _compare(by_stage(_model(), counts, chunks=chunks), samples=2 * units)
     (pipeline,) = step.pipelines
-    # every unit has as many samples
-    assert pipeline.sizes == (24 // chunks // lcm(*counts),) * (chunks * lcm(*counts))
+    assert pipeline.sizes == (2,) * units
 
 
 @pytest.mark.parametrize("schedule", ["fill-drain", "zero-bubble", "interleaved"])
@@ -158,8 +160,52 @@ def test_every_schedule_works_with_replicas_by_stage(
     _compare(by_stage(_model(), counts, chunks=4, schedule=schedule), samples=24)
 
 
+@pytest.mark.usefixtures("four")
+def test_pipelines_of_unlike_shares_may_share_a_device() -> None:
+    placement = by_stage(_model(), (2, 1), chunks=2)
+    shares = tuple(
+        Replica(device=f"cpu:{index}", samples=samples) for index, samples in ((0, 3), (1, 1))
+    )
+    changed = {"replicas": {"cpu:0": shares}, "batch_size": 4}
+    step = _compare(placement.model_copy(update=changed), samples=15)
+    (pipeline,) = step.pipelines
+    assert pipeline.sizes == (6, 2, 5, 2)
+
+
 @pytest.mark.parametrize("samples", [23, 17, 13, 7, 4, 2])
 @pytest.mark.parametrize("counts", [(3, 1), (1, 2, 1)])
 @pytest.mark.usefixtures("four")
 def test_units_may_be_uneven(counts: tuple[int, ...], samples: int) -> None:
     _compare(by_stage(_model(), counts, chunks=3), samples=samples)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill-drain"])
+@pytest.mark.parametrize("counts", [(3, 1), (2, 3), (1, 2, 1)])
+def test_each_replica_runs_its_units_in_the_order_of_the_schedule(
+    counts: tuple[int, ...], schedule: Any
+) -> None:
+    chunks, units = 4, lcm(*counts)
+    with logical_devices(sum(counts)):
+        step = _compare(by_stage(_model(), counts, chunks=chunks, schedule=schedule), samples=48)
+        (pipeline,) = step.pipelines
+        pipeline.engine.trace = issued = []
+        step(*_data(48))
+    passes: dict[torch.device, list[tuple[str, int]]] = {}
+    slots: Counter[tuple[torch.device, int]] = Counter()
+    for item in issued:
+        passes.setdefault(item.device, []).append((item.phase, item.micro_batch))
+    for one in pipeline.stages:
+        slots[one.device, one.position] += len(one.slots)
+    expected = plan(schedule, range(len(counts)), chunks)
+    replicas = [(stage, one) for stage, count in enumerate(counts) for one in range(count)]
+    for index, (stage, replica) in enumerate(replicas):
+        mine = [unit for unit in range(units) if unit * counts[stage] // units == replica]
+        place = torch.device("cpu", index)
+        # the passes of a stage's pieces are one pass here
+        assert list(dict.fromkeys(passes[place])) == [
+            (phase, micro_batch * units + unit)
+            for _, phase, micro_batch in expected.by_device()[stage]
+            for unit in mine
+        ]
+        rooms = {count for (there, _), count in slots.items() if there == place}
+        assert rooms == {expected.in_flight[stage] * len(mine)}
