@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from math import lcm
 from typing import Any
 
@@ -201,11 +202,34 @@ def test_each_replica_runs_its_units_in_the_order_of_the_schedule(
     for index, (stage, replica) in enumerate(replicas):
         mine = [unit for unit in range(units) if unit * counts[stage] // units == replica]
         place = torch.device("cpu", index)
-        # the passes of a stage's pieces are one pass here
-        assert list(dict.fromkeys(passes[place])) == [
+        # a pass of a stage is a pass of each of its pieces, one after another
+        assert [one for one, _ in groupby(passes[place])] == [
             (phase, micro_batch * units + unit)
             for _, phase, micro_batch in expected.by_device()[stage]
             for unit in mine
         ]
         rooms = {count for (there, _), count in slots.items() if there == place}
         assert rooms == {expected.in_flight[stage] * len(mine)}
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (1, 3)])
+@pytest.mark.usefixtures("four")
+def test_zero_bubble_counts_the_passes_of_all_units_on_a_device(counts: tuple[int, ...]) -> None:
+    placement = by_stage(_model(), counts, chunks=6, schedule="zero-bubble")
+    (pipeline,) = _compare(placement, samples=36).pipelines
+    # on stand-ins, every pass counts as 1 ms
+    first = [f"cpu:{sum(counts[:stage])}" for stage in range(len(counts))]
+    pieces = [
+        len({one.position for one in pipeline.stages if str(one.device) == place})
+        for place in first
+    ]
+    times = [3 // count * own for count, own in zip(counts, pieces, strict=True)]
+    expected = plan(
+        "zero-bubble",
+        range(len(counts)),
+        6,
+        forward_ms=times,
+        backward_ms=[2 * time for time in times],
+        weight_grad_ms=times,
+    )
+    assert pipeline.plan.issue == expected.issue
