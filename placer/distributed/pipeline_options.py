@@ -51,7 +51,8 @@ class PipelineOptions:
 
         Raises:
             InputError: if ``recompute`` or ``options`` have another type.
-            PlacementError: if the placement is invalid, or something rests on the host.
+            PlacementError: if the placement is invalid, something rests on the host, or stages
+                have different numbers of replicas.
         """
         if options is not None:
             require_batch_options(options)
@@ -78,6 +79,7 @@ class PipelineOptions:
     @classmethod
     def _from_placement(cls, placement: Placement) -> PipelineOptions:
         _refuse_on_host(placement)
+        _refuse_by_stage(placement)
         return cls(
             placement.layer_devices,
             placement.chunks,
@@ -143,6 +145,17 @@ def _refuse_on_host(placement: Placement) -> None:
             "optimizer state rests on the host in this placement, which placer.distributed "
             "does not run; give one that was solved with optimizer_state='device', or run this "
             "one in one process, by DataFlow.update_flow"
+        )
+
+
+def _refuse_by_stage(placement: Placement) -> None:
+    """Refuse a placement whose stages have different numbers of replicas."""
+    counts = placement.replicas_by_stage
+    if len(set(counts)) > 1:
+        raise PlacementError(
+            f"the stages have different numbers of replicas, {'-'.join(map(str, counts))}, which "
+            "placer.distributed does not run; solve with replicas='auto', or run this placement in "
+            "one process, by DataFlow.update_flow"
         )
 
 

@@ -806,13 +806,13 @@ def _refuse_step_options(
 
 
 def _refuse_partly_replicated(places: Collection[torch.device], replication: Replication) -> None:
-    """Raise a PlacementError if only some devices of a map have replicas."""
+    """Raise a PlacementError if a map has other devices than its placement with replicas."""
     if replication.count > 1:
         for place in dict.fromkeys(places):
             if place not in replication.devices:
                 raise PlacementError(
-                    f"layer_gpus names {place}, which has no replicas, unlike the other devices of "
-                    "the placement: use its devices only, or undo() first"
+                    f"layer_gpus names {place}, which has no layers in the placement with "
+                    "replicas: use the devices of its layers only, or undo() first"
                 )
 
 

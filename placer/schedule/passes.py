@@ -66,6 +66,15 @@ class Transfer(NamedTuple):
     forward_ms: float
     gradient_ms: float | None = None
 
+    def repeated(self, times: int) -> Transfer:
+        """Return this and further transfers like it as one transfer.
+
+        Args:
+            times: how many there are.
+        """
+        gradient_ms = None if self.gradient_ms is None else times * self.gradient_ms
+        return self._replace(forward_ms=times * self.forward_ms, gradient_ms=gradient_ms)
+
 
 @dataclass(frozen=True)
 class Pipeline:

@@ -206,7 +206,7 @@ class SolveOptions(Wire):
 
     ``auto``: also consider data parallelism, and pipelines that are replicated on equal groups of
     devices. ``by-stage``: also consider stages that each have a number of replicas of their own, on
-    alike devices. Such answers are for plans and exports; ``update_flow`` does not run them.
+    alike devices. ``placer.distributed`` does not run these.
 
     Only training under objectives ``step`` and ``throughput`` accepts ``auto`` and ``by-stage``.
     ``suggest`` uses ``auto`` for a training step by default, unless the model cannot be replicated.

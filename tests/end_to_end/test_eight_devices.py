@@ -102,6 +102,52 @@ def test_replicated_stages_on_eight_devices_equal_the_unsplit_model(
     assert _difference_after_training(placement) < 1e-12
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
+@pytest.mark.parametrize("heavy", ["first", "last"])
+def test_replicas_by_stage_equal_the_unsplit_model(
+    profile: placer.Profile, heavy: str, schedule: Schedule
+) -> None:
+    """Gradients of the heavy layers take so long to exchange that one device has these layers."""
+    layers = list(profile.layers)
+    for index in range(4) if heavy == "first" else range(12, 16):
+        layers[index] = layers[index].model_copy(update={"grad_bytes": 10**9})
+    assert profile.cluster is not None
+    links = [
+        link.model_copy(
+            update={"bandwidth_bytes_per_s": 1e10, "latency_s": 0.0, "bidirectional": None}
+        )
+        for link in profile.cluster.links
+    ]
+    request = placer.PlacementRequest(
+        profile=profile.model_copy(
+            update={
+                "layers": tuple(layers),
+                "cluster": profile.cluster.model_copy(update={"links": tuple(links)}),
+            }
+        ),
+        objective="step",
+        batch_size=24,
+        schedule=schedule,
+        step_kind="steady-state",
+        replicas="by-stage",
+        constraints=placer.Constraints(max_devices=4),
+        time_limit_s=2,
+    )
+    placement = placer.solve(request)
+    assert len(set(placement.replicas_by_stage)) > 1
+    assert _difference_after_training(placement) < 1e-12
+    model, inputs = _model().eval(), _data()[0]
+    with torch.no_grad():
+        expected = model(inputs)
+        flow = placer.DataFlow(model)
+        flow.update_flow(placement)
+        torch.testing.assert_close(flow(inputs).cpu(), expected, rtol=0, atol=1e-12)
+        found = torch.cat([result.cpu() for result in flow.stream(inputs.split(2))])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    flow.undo()
+    torch.testing.assert_close(model(inputs), expected, rtol=0, atol=0)
+
+
 def test_a_stream_over_eight_devices_equals_the_unsplit_model(profile: placer.Profile) -> None:
     rules = placer.Constraints(min_devices=DEVICES)
     request = placer.PlacementRequest(profile=profile, training=False, constraints=rules)

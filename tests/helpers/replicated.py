@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import Any
 
 import torch
@@ -56,6 +57,48 @@ def replicated(
         chunks=chunks,
         schedule=schedule,
         stages=tuple(first),
+        **fields,
+    )
+
+
+def by_stage(
+    model: nn.Module,
+    counts: Sequence[int],
+    devices: Sequence[str] = (),
+    chunks: int = 1,
+    schedule: Schedule = "1f1b",
+    **fields: Any,
+) -> Placement:
+    """Return a placement of the model's children in stages with numbers of replicas of their own.
+
+    Args:
+        model: the model.
+        counts: the number of replicas of each stage.
+        devices: of the first stage's replicas, then of the next stage's; CPU stand-ins if empty.
+        chunks: micro-batches, of one sample for each unit.
+        schedule: their order.
+        fields: others of the placement.
+    """
+    names = [name for name, _ in model.named_children()]
+    every = iter(devices or [f"cpu:{index}" for index in range(sum(counts))])
+    stages = [[next(every) for _ in range(count)] for count in counts]
+    units = lcm(*counts)
+    return Placement(
+        status="feasible",
+        objective="step",
+        training=True,
+        layer_devices={
+            name: stages[index * len(stages) // len(names)][0] for index, name in enumerate(names)
+        },
+        replicas={
+            held[0]: tuple(Replica(device=name, samples=units // len(held)) for name in held)
+            for held in stages
+            if len(held) > 1
+        },
+        batch_size=units,
+        chunks=chunks,
+        schedule=schedule,
+        stages=tuple(held[0] for held in stages),
         **fields,
     )
 

@@ -40,7 +40,7 @@ def run(
 
     Args:
         pipeline: the segments of each micro-batch (a last, smaller one may have been captured
-            apart). Segments of other pipelines are on other devices.
+            apart). Pipelines may share devices.
         batches: the values of each, which hold the outputs afterwards.
         gather: returns the context in which a segment of this number runs.
 

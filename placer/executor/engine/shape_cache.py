@@ -42,7 +42,7 @@ class LatestShapes(OrderedDict[Hashable, Made]):
         """Release what was not used for longest, so that there is room for one more.
 
         Args:
-            pipelines: that have each shape; each on its own devices, whose memory counts.
+            pipelines: that have each shape, each with devices of its own, whose memory counts.
         """
         while len(self) >= KEPT_SHAPES * pipelines:
             self.let_go(next(iter(self)))

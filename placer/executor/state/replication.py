@@ -4,16 +4,22 @@
                     └─▶ samples 3-5 ──▶ cuda:2 ──▶ cuda:3      pipeline 1
     micro-batch 1   ──▶ ...
 
-The map of layers names the devices of pipeline 0. Each of these devices has a replica in every
-other pipeline.
+The map of layers names the devices of pipeline 0. If stages have different numbers of replicas,
+there are as many pipelines as the least common multiple of these numbers. Of U pipelines, U / m
+consecutive ones share each of the m replicas of a stage. Two replicas, then one, then two::
+
+    pipeline 0      cuda:0 ──▶ cuda:2 ──▶ cuda:3
+    pipeline 1      cuda:1 ──▶ cuda:2 ──▶ cuda:4
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,13 +28,16 @@ from placer.capture.layers import tensor_bytes
 from placer.errors import PlacementError
 from placer.schema import Placement
 
+Each = TypeVar("Each")
+
 
 @dataclass(frozen=True)
 class Replication:
-    """Equal pipelines that share each micro-batch; by default there is only one.
+    """Pipelines that share each micro-batch; by default there is only one.
 
     Attributes:
-        devices: for each device of the map, the devices that hold its layers, itself first.
+        devices: for each device of the map, the devices that hold its layers, by pipeline; itself
+            first.
         samples: for each pipeline, its samples of a micro-batch; their ratios count.
     """
 
@@ -46,18 +55,18 @@ class Replication:
             device: returns a device by its name.
 
         Raises:
-            PlacementError: the replicas do not form equal pipelines.
+            PlacementError: a device is named twice, or stages divide micro-batches differently.
         """
-        given = placement.replicas
-        if not given:
+        if not placement.replicas:
             return cls()
-        samples = _samples_by_pipeline(placement)
-        devices = {
-            device(name): tuple(device(one.device) for one in found)
-            for name, found in given.items()
-        }
+        count, samples = _samples_by_pipeline(placement)
+        devices = {}
+        for name in dict.fromkeys([*placement.replicas, *placement.layer_devices.values()]):
+            held = tuple(device(one.device) for one in placement.replicas.get(name, ()))
+            devices[device(name)] = held or (device(name),)
         _refuse_shared_devices(devices)
-        return cls(devices, samples) if len(samples) > 1 else cls()
+        found = {place: _by_pipeline(held, count) for place, held in devices.items()}
+        return cls(found, samples) if count > 1 else cls()
 
     @property
     def count(self) -> int:
@@ -91,32 +100,51 @@ class Replication:
         """Return the devices of layers in a pipeline, from those in pipeline 0."""
         return [self.of(place)[pipeline] for place in places]
 
+    def rounds(self, device: torch.device, pipelines: int) -> list[list[int]]:
+        """Return which pipelines run layers at one time, one on each device that holds them.
 
-def _samples_by_pipeline(placement: Placement) -> tuple[int, ...]:
-    """Return the samples of each pipeline in a micro-batch.
+        Args:
+            device: of the layers, in the map.
+            pipelines: how many there are; a batch of few samples leaves some out.
+        """
+        before: Counter[torch.device] = Counter()
+        rounds: list[list[int]] = []
+        for pipeline, own in enumerate(self.of(device)[:pipelines]):
+            if before[own] == len(rounds):
+                rounds.append([])
+            rounds[before[own]].append(pipeline)
+            before[own] += 1
+        return rounds
+
+
+def _by_pipeline(replicas: Sequence[Each], pipelines: int) -> tuple[Each, ...]:
+    """Return what the replica of a stage in each pipeline has; consecutive pipelines share one."""
+    return tuple(replicas[number * len(replicas) // pipelines] for number in range(pipelines))
+
+
+def _samples_by_pipeline(placement: Placement) -> tuple[int, tuple[int, ...]]:
+    """Return the number of pipelines, and the samples of each in a micro-batch.
 
     Raises:
-        PlacementError: a stage has other numbers of replicas or samples than another.
+        PlacementError: stages divide a micro-batch differently.
     """
     given = placement.replicas
-    counts = placement.replicas_by_stage
-    if len(set(counts)) > 1:
-        raise PlacementError(
-            f"the stages have different numbers of replicas, {'-'.join(map(str, counts))}, and "
-            "only equal pipelines run: solve with replicas='auto', export the placement with "
-            "placement.export('pipedream'), or give every device of `layer_devices` as many "
-            "replicas"
-        )
-    rows = {name: tuple(one.samples for one in found) for name, found in given.items()}
-    (name, samples), *others = rows.items()
+    count = math.lcm(*map(len, given.values()))
+    rows = {
+        name: _by_pipeline([one.samples * len(found) for one in found], count)
+        for name, found in given.items()
+    }
+    (name, units), *others = rows.items()
     for other, differing in others:
-        if differing != samples:
+        if differing != units:
+            first, second = ([one.samples for one in given[key]] for key in (name, other))
             raise PlacementError(
-                f"the replicas of {name} have {samples} samples, and the replicas of {other} "
-                f"have {differing}; replicas at one position form a pipeline and need equally "
-                "many"
+                f"the replicas of {name} have {first} samples, and the replicas of {other} have "
+                f"{second}; the pipelines that they form need equally many in every stage: give "
+                "each replica its part of a micro-batch, or solve with replicas='by-stage'"
             )
-    return samples
+    # a multiple of every number of replicas, and so of their least common multiple
+    return count, tuple(unit // count for unit in units)
 
 
 def _refuse_shared_devices(devices: Mapping[torch.device, tuple[torch.device, ...]]) -> None:

@@ -28,7 +28,8 @@ class Feed:
         ready: by device, a mark behind the caller's work on these tensors.
         dims: of each tensor, the dimension that it is cut along; None where every micro-batch has
             all of it.
-        pipelines: how many pipelines take the micro-batches in turn.
+        parts_on: by device, the micro-batches that it reads; a device that is not named may read
+            all of them.
 
     Attributes:
         read: for each device that has a part of the batch, and each that reads it, a mark behind
@@ -42,9 +43,9 @@ class Feed:
         courier: Courier,
         ready: Mapping[torch.device, Mark],
         dims: Mapping[Key, int | None],
-        pipelines: int = 1,
+        parts_on: Mapping[torch.device, Sequence[int]] | None = None,
     ) -> None:
-        self._pipelines = pipelines
+        self._parts_on = parts_on or {}
         self._given = given
         self._sizes = sizes
         self._dims = dims
@@ -79,7 +80,7 @@ class Feed:
         given = self._parts[key][chunk]
         here = devices.location(given)
         if here.type == place.type and not devices.same(here, place):
-            parts, there = self._bring(key, here, place, label, chunk % self._pipelines)
+            parts, there = self._bring(key, here, place, label)
             return self._courier.send(parts[chunk], there, target, free, "batch", label)
         source = devices.staged(given, place)
         mark = self._courier.send(source, self._ready[here], target, free, "batch", label)
@@ -88,13 +89,13 @@ class Feed:
         return mark
 
     def _bring(
-        self, key: Key, here: torch.device, place: torch.device, label: Any, pipeline: int
+        self, key: Key, here: torch.device, place: torch.device, label: Any
     ) -> tuple[Mapping[int, Tensor], Mark]:
-        """Return a pipeline's micro-batches of a tensor, and a mark behind their copies."""
+        """Return a device's micro-batches of a tensor, and a mark behind their copies."""
         if (key, place) not in self._brought:
             parts = self._parts[key]
-            mine = range(pipeline, len(parts), self._pipelines)
-            is_whole = self._pipelines == 1 or self._dims[key] is None
+            mine = self._parts_on.get(place, range(len(parts)))
+            is_whole = len(mine) == len(parts) or self._dims[key] is None
             sources = [self._given[key]] if is_whole else [parts[chunk] for chunk in mine]
             sources = [source.detach() for source in sources]
             landed = [

@@ -8,24 +8,29 @@ A stage's gradients leave when its backward pass is over. In pieces, most of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import torch
 
 from placer.capture.layers import LayerGraph, tensor_bytes
+from placer.executor.state.replication import Replication
 from placer.schedule import gradient_pieces
 
 
-def piece_starts(graph: LayerGraph, places: Sequence[torch.device]) -> set[int]:
+def piece_starts(
+    graph: LayerGraph, places: Sequence[torch.device], replication: Replication
+) -> set[int]:
     """Return the numbers of the layers with which a piece begins within a stage.
 
-    The pieces of a stage have about equally many bytes of gradients. Among borders that are about
-    as good, one that few bytes cross is taken.
+    A stage that one device holds exchanges nothing, and is one piece. Other pieces have about
+    equally many bytes of gradients. Among borders that are about as good, one that few bytes cross
+    is taken.
 
     Args:
         graph: the layers.
         places: the device of each.
+        replication: the further devices that hold the same layers.
     """
     sizes = _gradient_bytes(graph)
     crossing = _crossing_bytes(graph)
@@ -33,8 +38,28 @@ def piece_starts(graph: LayerGraph, places: Sequence[torch.device]) -> set[int]:
     return {
         first + start
         for first, last in pairwise([0, *borders, len(graph.layers)])
+        if len(set(replication.of(places[first]))) > 1
         for start in gradient_pieces.piece_starts(sizes[first:last], crossing[first:last])
     }
+
+
+def pieces_of_segments(places: Sequence[torch.device], starts: Collection[int]) -> list[list[int]]:
+    """Return for each segment the numbers of its pieces, which are stages of their own.
+
+    Args:
+        places: the device of every layer.
+        starts: numbers of layers with which a piece begins within a segment.
+    """
+    found: list[list[int]] = []
+    count = 0
+    for index, place in enumerate(places):
+        is_new = index == 0 or place != places[index - 1]
+        if is_new:
+            found.append([])
+        if is_new or index in starts:
+            found[-1].append(count)
+            count += 1
+    return found
 
 
 def _gradient_bytes(graph: LayerGraph) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, get_args
 
 import torch
@@ -31,7 +31,7 @@ from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.executor.training.feed import Feed
 from placer.executor.training.input_gradients import InputGradients, detached
 from placer.executor.training.loss.loss_weights import Weighing
-from placer.executor.training.stage_pieces import piece_starts
+from placer.executor.training.stage_pieces import piece_starts, pieces_of_segments
 from placer.executor.training.stage_transfers import crossings
 from placer.executor.training.stages.compiled_stages import compile_stage
 from placer.executor.training.stages.recomputed_stage import RecomputedStage
@@ -152,8 +152,8 @@ class TrainingPipeline:
         self.weights = Weights.from_graph(graph) if weights is None else weights
         self.statistics = BatchStatistics(graph.state) if recipe.deferred_batch_norm else None
         # gradients are exchanged piece by piece
-        starts = piece_starts(graph, places) if self.pipelines > 1 else set()
-        self._pieces = _pieces(places, starts)
+        starts = piece_starts(graph, places, recipe.replication) if self.pipelines > 1 else set()
+        self._pieces = pieces_of_segments(places, starts)
         self._segment_of = [number for number, row in enumerate(self._pieces) for _ in row]
         parts = [self._segments(pipeline, places, starts) for pipeline in range(self.pipelines)]
         every = [part for row in parts for part in row]
@@ -162,6 +162,8 @@ class TrainingPipeline:
         self.lanes = {place: Lane(place) for place in dict.fromkeys(part.device for part in every)}
         first = [parts[0][pieces[0]].device for pieces in self._pieces]
         self._device_of = [list(self.lanes).index(place) for place in first]
+        # by segment; on each of its replicas, pipelines run one after another
+        self._rounds = [recipe.replication.rounds(place, self.pipelines) for place in first]
         room = recipe.in_flight if len(recipe.in_flight) == len(self._pieces) else None
         self.plan = plan(recipe.schedule, self._device_of, self.chunks, room=room)
         self.stages: list[TrainingStage] = []
@@ -268,7 +270,7 @@ class TrainingPipeline:
         dims |= enumerate(self.recipe.goal_dims)
         gradients = InputGradients(given, self.sizes, self.courier, dims)
         given = dict(zip(given, detached(list(given.values())), strict=True))
-        feed = Feed(given, self.sizes, self.courier, begun, dims, self.pipelines)
+        feed = Feed(given, self.sizes, self.courier, begun, dims, self._parts_on)
         last = self._last_stages
         self.collected = []
         for number in range(len(self.sizes)):
@@ -285,6 +287,17 @@ class TrainingPipeline:
         if self.statistics is not None:
             self.statistics.commit()
         gradients.hand_out()
+
+    @cached_property
+    def _parts_on(self) -> dict[torch.device, list[int]]:
+        """The parts of a batch that the stages of each device compute."""
+        pipelines: dict[torch.device, set[int]] = {}
+        for number, stage in enumerate(self.stages):
+            pipelines.setdefault(stage.device, set()).add(number // self._length)
+        return {
+            place: [part for part in range(len(self.sizes)) if part % self.pipelines in own]
+            for place, own in pipelines.items()
+        }
 
     @property
     def penalised(self) -> list[nn.Parameter]:
@@ -383,8 +396,11 @@ class TrainingPipeline:
             }
             stage = kind(part, reads[index], sent, mine, split, gather, self.weights.reach)
             stage.position, stage.pipelines = index, self.pipelines
-            if pipeline and self.recipe.compile is None:
-                stage.twin = self.stages[index]
+            if self.recipe.compile is None:
+                stage.is_shared = len(self._rounds[self._segment_of[index]]) > 1
+                alike = self.stages[index :: self._length]
+                near = (one for one in alike if one.device == stage.device)
+                stage.twin = next(near, alike[0] if alike else None)
             used = {name for step in part.steps for name in step.layer.state}
             stage.spread = {(pipeline, name) for name in spread & used}
             self.stages.append(stage)
@@ -411,21 +427,23 @@ class TrainingPipeline:
     def _order(self) -> list[Pass]:
         """Return the passes of all pipelines, which take turns so that all devices are at work.
 
-        Where a segment is in pieces, a pass of it is one pass of each piece.
+        Where a segment is in pieces, a pass of it is one pass of each piece. Where pipelines share
+        a device, a pass of it is one pass of each of them.
         """
-        pipelines = self.pipelines
         return [
-            Pass(pipeline * self._length + piece, phase, micro_batch * pipelines + pipeline)
+            Pass(pipeline * self._length + piece, phase, micro_batch * self.pipelines + pipeline)
             for segment, phase, micro_batch in self.plan.issue
+            for pipelines in self._rounds[segment]
             for piece in self._pieces[segment][:: 1 if phase == "forward" else -1]
-            for pipeline in range(pipelines)
+            for pipeline in pipelines
         ]
 
     def _set_apart(self) -> None:
         """Let replicas draw random numbers of their own."""
         if self.pipelines > 1 and any(layer.random for layer in self.graph.layers):
             for first in {pieces[0] for pieces in self._pieces}:
-                devices.set_apart([stage.device for stage in self.stages[first :: self._length]])
+                alike = dict.fromkeys(stage.device for stage in self.stages[first :: self._length])
+                devices.set_apart(list(alike))
 
     def _set_scale(self, head: Head, scale: Tensor | None) -> None:
         if scale is not None:
@@ -439,13 +457,17 @@ class TrainingPipeline:
         It keeps the room that there is.
         """
         times = [stage.pass_ms() for stage in self.stages]
-        # the slowest pipeline counts; a segment takes as long as its pieces
+        # the slowest pipeline counts; a segment takes as long as its pieces, in all pipelines that
+        # share its device
         slowest = [
             [max(some) for some in zip(*times[piece :: self._length], strict=True)]
             for piece in range(self._length)
         ]
         forward, backward, weights = (
-            [sum(slowest[piece][phase] for piece in pieces) for pieces in self._pieces]
+            [
+                len(rounds) * sum(slowest[piece][phase] for piece in pieces)
+                for rounds, pieces in zip(self._rounds, self._pieces, strict=True)
+            ]
             for phase in range(3)
         )
         whole = [one + other for one, other in zip(backward, weights, strict=True)]
@@ -456,7 +478,10 @@ class TrainingPipeline:
             forward_ms=forward,
             backward_ms=whole,
             weight_grad_ms=weights,
-            transfers=crossings(self.stages[: self._length], self._segment_of),
+            transfers=[
+                one.repeated(max(len(self._rounds[one.source]), len(self._rounds[one.target])))
+                for one in crossings(self.stages[: self._length], self._segment_of)
+            ],
             room=self.plan.in_flight,
         )
 
@@ -567,22 +592,3 @@ def _buffers(graph: LayerGraph) -> list[Tensor]:
     """Return the state that is no parameter."""
     state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
     return [item for item in state.values() if not isinstance(item, nn.Parameter)]
-
-
-def _pieces(places: Sequence[torch.device], starts: Collection[int]) -> list[list[int]]:
-    """Return for each segment the numbers of its pieces, which are stages of their own.
-
-    Args:
-        places: the device of every layer.
-        starts: numbers of layers with which a piece begins within a segment.
-    """
-    found: list[list[int]] = []
-    count = 0
-    for index, place in enumerate(places):
-        is_new = index == 0 or place != places[index - 1]
-        if is_new:
-            found.append([])
-        if is_new or index in starts:
-            found[-1].append(count)
-            count += 1
-    return found

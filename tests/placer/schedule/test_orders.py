@@ -531,3 +531,8 @@ def test_no_order_hangs_on_how_devices_are_numbered(order, times, chunks, schedu
         plan(schedule, order * turns, **asked).issue
         == plan(schedule, [*range(5)] * turns, **asked).issue
     )
+
+
+def test_a_repeated_transfer_takes_as_long_as_all_of_them():
+    assert Transfer(0, 1, 0.5, 0.25).repeated(3) == Transfer(0, 1, 1.5, 0.75)
+    assert Transfer(0, 1, 0.5).repeated(3) == Transfer(0, 1, 1.5)

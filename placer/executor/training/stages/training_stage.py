@@ -113,6 +113,8 @@ class TrainingStage(Stage[TrainingSlot]):
             has its own if empty.
         twin: a stage of another pipeline with the same layers, which is recorded before; it has
             measured the memory of the passes. None without one.
+        is_shared: whether further pipelines have a stage with the same layers on this device, which
+            works in the same memory.
         rooms: the pieces of memory in which each recorded pass works.
         reuses: whether a backward pass may leave its results where the forward pass works, so that
             they must be read before the slot's next forward pass runs.
@@ -144,6 +146,7 @@ class TrainingStage(Stage[TrainingSlot]):
         self.spread: Set[Hashable] = frozenset()
         self.memories: list[int] = []
         self.twin: TrainingStage | None = None
+        self.is_shared = False
         self.rooms: Sequence[devices.Rooms] = ()
         self._made_of: dict[str, frozenset[Key]] = {}
         self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
@@ -355,10 +358,15 @@ class TrainingStage(Stage[TrainingSlot]):
         Raises:
             devices.NotRecordable: a pass cannot be recorded.
         """
-        self._shared_memory = devices.memory_pool(self.device)
+        twin = self.twin
+        if twin is not None and twin.is_recorded and twin.device == self.device:
+            self._shared_memory = twin._shared_memory
+        else:
+            self._shared_memory = devices.memory_pool(self.device)
         pools = self._backward_pools()
         every = list(zip(self.all_slots(), pools, strict=True))
-        shared = [slot for slot, pool in every if pools.count(pool) > 1]
+        used = [*pools, self._shared_memory] if self.is_shared else pools
+        shared = [slot for slot, pool in every if used.count(pool) > 1]
         for slot in shared:
             slot.landing = self._landing(slot)
         known = self._rooms_of_twin()
@@ -409,7 +417,8 @@ class TrainingStage(Stage[TrainingSlot]):
         """
         shared = [1] if not self.split else [1, 2] if shares_backward else [2]
         passes = [slot.passes[phase] for phase in self.phases]
-        return devices.fitting_rooms(passes, self.device, shared if len(self.slots) > 1 else [])
+        is_shared = len(self.slots) > 1 or self.is_shared
+        return devices.fitting_rooms(passes, self.device, shared if is_shared else [])
 
     def _recorded(
         self, slot: TrainingSlot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool

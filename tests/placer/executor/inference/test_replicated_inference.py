@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from replicated import replicated
+from replicated import by_stage, replicated
 from torch import Tensor, nn
 
 from placer import DataFlow, StageError
@@ -126,6 +126,31 @@ def test_replicated_pipelines_take_turns_with_the_batches_of_a_stream(
         for result, wanted in zip(flow.stream(inputs.split(1)), expected, strict=True):
             torch.testing.assert_close(result, wanted, **CLOSE)
     assert found["cpu:0", 1] == found["cpu:1", 1] == 2 * found["cpu:2", 1] == 2 * found["cpu:3", 1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2), (3, 1), (1, 2, 1), (2, 3)])
+def test_calls_and_streams_use_the_replicas_of_every_stage(counts: tuple[int, ...]) -> None:
+    model, inputs = small(nn.Linear(3, 3), nn.Linear(3, 2)), batch()
+    expected = model(inputs)
+    with logical_devices(sum(counts)) as places:
+        flow = DataFlow(model, places, places[0])
+        flow.update_flow(by_stage(model, counts, chunks=2))
+        for _ in range(3):
+            torch.testing.assert_close(flow(inputs), expected, **CLOSE)
+        parts = [*inputs.split(2), *inputs.split(2)]
+        for _ in range(2):
+            found = torch.cat(list(flow.stream(parts)))
+            torch.testing.assert_close(found, torch.cat([expected, expected]), **CLOSE)
+        with counted() as passes:
+            flow(inputs)
+            list(flow.stream(parts))
+    stage = iter(range(sum(counts)))
+    for count in counts:
+        for place in [f"cpu:{next(stage)}" for _ in range(count)]:
+            # a call of 2 micro-batches, and a stream of 12 batches of 2 samples
+            samples = sum(size * often for (there, size), often in passes.items() if there == place)
+            assert samples == (12 + 24) // count
 
 
 def test_a_stream_after_a_training_step_has_the_new_weights(four: list[torch.device]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from covering import named
 from races import Races, Site, watched
+from replicated import by_stage
 from small_models import Skips
 from splitting import scatter_layers, twins
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
 def _stream(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    seed: int | None,
+    how: int | tuple[int, ...] | None,
     deaf: Site | None = None,
     batches: int = 6,
     rows: tuple[int, ...] = (4,),
@@ -37,7 +38,7 @@ def _stream(
     make, shape = MODELS[name]
     model, _ = twins(make, training=False)
     with logical_devices(3) as places, watched(monkeypatch, deaf) as races:
-        flow = _flow(model, seed)
+        flow = _flow(model, how)
         let_go = LatestShapes.let_go
 
         def watched_let_go(self: LatestShapes[Any], key: Any) -> None:
@@ -76,10 +77,14 @@ def _stream(
     return races
 
 
-def _flow(model: nn.Module, seed: int | None) -> DataFlow:
+def _flow(model: nn.Module, how: int | tuple[int, ...] | None) -> DataFlow:
+    """Return a flow in parts, in places drawn with a seed, or with replicas of each stage."""
     flow = DataFlow(model, fine_grained=True)
-    if seed is not None:
-        scatter_layers(flow, 3, seed)
+    if isinstance(how, int):
+        scatter_layers(flow, 3, how)
+        return flow
+    if how is not None:
+        flow.update_flow(by_stage(model, how))
         return flow
     names = list(flow.layer_gpus)
     for index, name in enumerate(names):
@@ -89,12 +94,14 @@ def _flow(model: nn.Module, seed: int | None) -> DataFlow:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("seed", [None, 0, 1], ids=["parts", "anyhow", "anyhow else"])
+@pytest.mark.parametrize(
+    "how", [None, 0, 1, (2, 1), (1, 2)], ids=["parts", "anyhow", "anyhow else", "2-1", "1-2"]
+)
 @pytest.mark.parametrize("name", named(dict(zip(MODELS, MODELS, strict=True)), ["unet"]))
 def test_every_two_accesses_to_one_tensor_have_an_order(
-    name: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str, how: int | tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    races = _stream(monkeypatch, name, seed)
+    races = _stream(monkeypatch, name, how)
     assert races.found == []
     assert len(races.sites) >= 6
 

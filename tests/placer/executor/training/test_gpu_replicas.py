@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from gpu_cases import training_case
-from replicated import replicated, unsplit_loss
+from replicated import by_stage, replicated, unsplit_loss
 from torch import Tensor, nn
 from torch.nn import functional
 from unverified import unverified
@@ -17,6 +18,7 @@ from unverified import unverified
 from placer import DataFlow
 from placer.executor.training.train_step import TrainStep
 from placer.executor.training.training_pipeline import Order
+from placer.schema import Placement, Replica
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -31,12 +33,17 @@ def _require(gpus: int) -> None:
 def _compare(name: str, replicas: int, stages: int, chunks: int, schedule: Order) -> TrainStep:
     """Train a model by a placement and its copy on one GPU; return the step."""
     _require(replicas * stages)
+    fields: Any = {"kind": "cuda", "chunks": chunks, "schedule": schedule}
+    return _train(name, lambda model: replicated(model, replicas, stages, **fields))
+
+
+def _train(name: str, placement_of: Callable[[nn.Module], Placement]) -> TrainStep:
+    """Train a model by its placement and its copy on one GPU; return the step."""
     model, inputs, target, loss_fn = training_case(name, SAMPLES)
     whole = copy.deepcopy(model).cuda(0)
     ours, theirs = (torch.optim.Adam(one.parameters(), lr=1e-3) for one in (model, whole))
     flow = unverified(DataFlow(model))
-    placement = replicated(model, replicas, stages, kind="cuda", chunks=chunks, schedule=schedule)
-    flow.update_flow(placement)
+    flow.update_flow(placement_of(model))
     step = flow.train_step(loss_fn, ours)
     for _ in range(STEPS):
         loss = step(inputs, target)
@@ -48,7 +55,8 @@ def _compare(name: str, replicas: int, stages: int, chunks: int, schedule: Order
     for (key, mine), other in zip(model.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.cpu(), other.cpu(), atol=1e-7, rtol=1e-7, msg=key)
     (pipeline,) = step.pipelines
-    assert all(stage.is_recorded for stage in pipeline.stages), step.not_recorded_because
+    on_gpus = [stage for stage in pipeline.stages if stage.device.type == "cuda"]
+    assert all(stage.is_recorded for stage in on_gpus), step.not_recorded_because
     return step
 
 
@@ -80,6 +88,77 @@ def test_four_gpus_train_as_the_unsplit_model(
     name: str, replicas: int, stages: int, schedule: Order
 ) -> None:
     _compare(name, replicas, stages, 2, schedule)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("schedule", "again"),
+    [("1f1b", False), ("1f1b", True), ("zero-bubble", False), ("fill-drain", False)],
+)
+@pytest.mark.parametrize(
+    ("counts", "devices"),
+    [
+        # the second stage, on one device, computes the units of both replicas of the first
+        ((2, 1), ("cuda:0", "cuda:1", "cpu:0")),
+        ((2, 1), ("cuda:0", "cpu:0", "cuda:1")),
+        ((1, 2), ("cuda:0", "cpu:0", "cuda:1")),
+        ((2, 1), ("cuda:0", "cuda:1", "cuda:2")),
+        ((1, 2, 1), ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
+    ],
+)
+def test_stages_with_numbers_of_replicas_of_their_own_train_as_the_unsplit_model(
+    counts: tuple[int, ...], devices: tuple[str, ...], schedule: Order, again: bool
+) -> None:
+    _require(sum(name.startswith("cuda") for name in devices))
+    recompute = devices if again else ()
+    fields: Any = {"chunks": 2, "schedule": schedule, "recompute": recompute}
+    step = _train("tied gpt", lambda model: by_stage(model, counts, devices, **fields))
+    (pipeline,) = step.pipelines
+    assert {str(stage.device) for stage in pipeline.stages} == {*devices}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_units_of_several_sizes_share_a_recorded_stage(schedule: Order) -> None:
+    _require(2)
+    model, inputs, target, loss_fn = training_case("resnet18", 24)
+    whole = copy.deepcopy(model).cuda(0)
+    placement = by_stage(model, (2, 1), ("cuda:0", "cpu:0", "cuda:1"), chunks=2, schedule=schedule)
+    shares = tuple(
+        Replica(device=name, samples=samples) for name, samples in (("cuda:0", 3), ("cpu:0", 1))
+    )
+    flow = unverified(DataFlow(model))
+    changed = {"replicas": {"cuda:0": shares}, "batch_size": 4}
+    flow.update_flow(placement.model_copy(update=changed))
+    step = flow.train_step(loss_fn)
+    for samples in (24, 24, 20, 20, 24):
+        step(inputs[:samples], target[:samples])
+        whole.zero_grad()
+        sizes = step.pipelines[-1].sizes
+        unsplit_loss(whole, loss_fn, inputs[:samples].cuda(0), target[:samples].cuda(0), sizes)
+        for (key, mine), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(
+                mine.grad.cpu(), other.grad.cpu(), atol=1e-7, rtol=1e-7, msg=key
+            )
+    for one in step.pipelines:
+        assert all(stage.is_recorded for stage in one.stages if stage.device.type == "cuda")
+
+
+@pytest.mark.gpu
+def test_calls_and_streams_use_the_replicas_of_every_stage() -> None:
+    _require(2)
+    model, inputs, _, _ = training_case("tied gpt", SAMPLES)
+    whole = copy.deepcopy(model).eval().cuda(0)
+    flow = DataFlow(model.eval())
+    flow.update_flow(by_stage(model, (2, 1), ("cuda:0", "cpu:0", "cuda:1"), chunks=2))
+    with torch.no_grad():
+        expected = whole(inputs.cuda(0)).cpu()
+        for _ in range(3):  # eagerly, recorded, and replayed
+            torch.testing.assert_close(flow(inputs).cpu(), expected, atol=1e-8, rtol=1e-8)
+    found = torch.cat([one.cpu() for one in flow.stream(inputs.split(1))])
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-8)
+    places = {str(pipeline.place) for pipeline in flow.calls.streams.pipelines()}
+    assert places == {"cuda:0", "cpu:0"}
 
 
 @pytest.mark.gpu

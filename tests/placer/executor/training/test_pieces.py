@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from placer.capture.capture import capture_graph
+from placer.executor.state.replication import Replication
 from placer.executor.training.stage_pieces import piece_starts
 from placer.schedule import gradient_pieces
 
@@ -25,8 +26,14 @@ def test_the_executor_cuts_a_chain_where_the_solver_expects_it() -> None:
         for first, last in ((0, 5), (5, 8))
         for piece in gradient_pieces.gradient_pieces(sizes[first:last], crossing[first:last])
     }
-    places = [torch.device("cpu", 0)] * 5 + [torch.device("cpu", 1)] * 3
-    assert piece_starts(graph, places) == predicted - {0, 5}
+    cpus = [torch.device("cpu", index) for index in range(4)]
+    places = cpus[:1] * 5 + cpus[1:2] * 3
+    both = {cpus[0]: (cpus[0], cpus[2]), cpus[1]: (cpus[1], cpus[3])}
+    assert piece_starts(graph, places, Replication(both, (1, 1))) == predicted - {0, 5}
+    first = {cpus[0]: (cpus[0], cpus[2])}
+    alone = {start for start in predicted if start > 5}
+    assert alone
+    assert piece_starts(graph, places, Replication(first, (1, 1))) == predicted - {0, 5} - alone
 
 
 def test_a_start_that_few_bytes_cross_is_preferred_to_one_about_as_near() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import lcm
 from typing import Any
 
 import pytest
 import torch
-from replicated import replicated, unsplit_loss
+from replicated import by_stage, replicated, unsplit_loss
 from torch import Tensor, nn
 from torch.nn import functional
 from unverified import unverified
@@ -81,6 +83,23 @@ def _train_unsplit(
         optimizer.step()
 
 
+def _placed(shape: str, model: nn.Module, **fields: Any) -> Placement:
+    """Return a placement that divides 8 samples into four parts of 2.
+
+    Args:
+        shape: the number of replicas of each stage, such as ``2-1``.
+        model: the model.
+        fields: of the placement.
+    """
+    counts = tuple(map(int, shape.split("-")))
+    chunks = 4 // lcm(*counts)
+    if len(set(counts)) == 1:
+        return replicated(model, counts[0], len(counts), chunks=chunks, **fields)
+    return by_stage(model, counts, chunks=chunks, **fields)
+
+
+of_each_shape = pytest.mark.parametrize("shape", ["4", "2-2", "2-1", "1-2"])
+
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": _adam,
@@ -88,12 +107,15 @@ OPTIMIZERS = {
 }
 
 
+@of_each_shape
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizers_state_lies_with_the_owners_and_goes_into_one_state_dict(name: str) -> None:
+def test_an_optimizers_state_lies_with_the_owners_and_goes_into_one_state_dict(
+    name: str, shape: str
+) -> None:
     model, whole = _Net(), _Net()
     mine, theirs = (OPTIMIZERS[name](one.parameters()) for one in (model, whole))
-    flow = _flow(model, replicated(model, 4))
+    flow = _flow(model, _placed(shape, model))
     step = flow.train_step(functional.cross_entropy, mine)
     for _ in range(2):
         step(*_data())
@@ -124,10 +146,10 @@ def test_owners_are_divided_by_bytes() -> None:
     assert max(loads.values()) - min(loads.values()) <= 8 * 8 * 8
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_tied_weights_get_the_gradients_of_all_their_uses(stages: int) -> None:
+@pytest.mark.parametrize("shape", ["2", "2-2", "2-1", "1-2", "1-2-1"])
+def test_tied_weights_get_the_gradients_of_all_their_uses(shape: str) -> None:
     model, whole = _Net(tied=True), _Net(tied=True)
-    flow = _flow(model, replicated(model, 2, stages, chunks=2))
+    flow = _flow(model, _placed(shape, model))
     step = flow.train_step(functional.cross_entropy, _adam(model.parameters()))
     for _ in range(2):
         step(*_data())
@@ -135,9 +157,10 @@ def test_tied_weights_get_the_gradients_of_all_their_uses(stages: int) -> None:
     _same_state(model, whole)
 
 
-def test_frozen_layers_stay_and_may_be_unfrozen() -> None:
+@of_each_shape
+def test_frozen_layers_stay_and_may_be_unfrozen(shape: str) -> None:
     model, whole = _Net(), _Net()
-    flow = _flow(model, replicated(model, 2, 2))
+    flow = _flow(model, _placed(shape, model))
     mine, theirs = _adam(model.parameters()), _adam(whole.parameters())
     step = flow.train_step(functional.cross_entropy, mine)
     for frozen in (True, False):
@@ -145,13 +168,14 @@ def test_frozen_layers_stay_and_may_be_unfrozen() -> None:
             one.first.requires_grad_(not frozen)
         step(*_data())
         step(*_data())
-        _train_unsplit(whole, theirs, [4, 4])
+        _train_unsplit(whole, theirs, [2, 2, 2, 2])
         _same_state(model, whole)
 
 
-def test_gradients_may_wait_for_the_next_step() -> None:
+@of_each_shape
+def test_gradients_may_wait_for_the_next_step(shape: str) -> None:
     model, whole = _Net(), _Net()
-    flow = _flow(model, replicated(model, 2, chunks=2))
+    flow = _flow(model, _placed(shape, model))
     step = flow.train_step(functional.cross_entropy, _adam(model.parameters()))
     theirs = _adam(whole.parameters())
     for update in (False, True, True):
@@ -163,9 +187,10 @@ def test_gradients_may_wait_for_the_next_step() -> None:
     _same_state(model, whole)
 
 
-def test_gradients_are_clipped_over_all_owners() -> None:
+@of_each_shape
+def test_gradients_are_clipped_over_all_owners(shape: str) -> None:
     model, whole = _Net(), _Net()
-    flow = _flow(model, replicated(model, 4))
+    flow = _flow(model, _placed(shape, model))
     step = flow.train_step(functional.cross_entropy, _adam(model.parameters()), max_norm=0.1)
     step(*_data())
     theirs = _adam(whole.parameters())
@@ -176,9 +201,10 @@ def test_gradients_are_clipped_over_all_owners() -> None:
     _same_state(model, whole)
 
 
-def test_a_gradient_scaler_unscales_on_all_owners() -> None:
+@of_each_shape
+def test_a_gradient_scaler_unscales_on_all_owners(shape: str) -> None:
     model, whole = _Net(), _Net()
-    flow = _flow(model, replicated(model, 4))
+    flow = _flow(model, _placed(shape, model))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     step = flow.train_step(functional.cross_entropy, _adam(model.parameters()), scaler=scaler)
     step(*_data())
@@ -186,21 +212,23 @@ def test_a_gradient_scaler_unscales_on_all_owners() -> None:
     _same_state(model, whole)
 
 
-def test_autocast_holds_in_every_replica() -> None:
+@of_each_shape
+def test_autocast_holds_in_every_replica(shape: str) -> None:
     model, whole = _Net().float(), _Net().float()
-    flow = _flow(model, replicated(model, 2))
+    flow = _flow(model, _placed(shape, model))
     with torch.autocast("cpu", torch.bfloat16):
         step = flow.train_step(functional.cross_entropy)
         step(*_data())
-        unsplit_loss(whole, functional.cross_entropy, *_data(), [4, 4])
+        unsplit_loss(whole, functional.cross_entropy, *_data(), [2, 2, 2, 2])
     for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, atol=1e-3, rtol=1e-2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_recomputation_changes_nothing(schedule: Any) -> None:
+@pytest.mark.parametrize(("shape", "expected"), [("2-2", {0, 2}), ("2-1", {0, 1}), ("1-2", {0})])
+def test_recomputation_changes_nothing(shape: str, expected: set[int], schedule: Any) -> None:
     model, whole = _Net(dropout=0.0), _Net()
-    placement = replicated(model, 2, 2, chunks=2, schedule=schedule, recompute=("cpu:0",))
+    placement = _placed(shape, model, schedule=schedule, recompute=("cpu:0",))
     flow = _flow(model, placement)
     step = flow.train_step(functional.cross_entropy, _adam(model.parameters()))
     for _ in range(2):
@@ -209,41 +237,45 @@ def test_recomputation_changes_nothing(schedule: Any) -> None:
     _same_state(model, whole)
     (pipeline,) = step.pipelines
     again = {stage.device.index for stage in pipeline.stages if isinstance(stage, RecomputedStage)}
-    assert again == {0, 2}
+    assert again == expected
 
 
-def test_batch_statistics_are_those_of_the_first_replicas() -> None:
+@pytest.mark.parametrize(("shape", "own"), [("2", [0, 2]), ("2-1", [0, 2]), ("1-2", [0, 1, 2, 3])])
+def test_batch_statistics_are_those_of_the_first_replicas(shape: str, own: list[int]) -> None:
     model, whole = _Net(norm=True), _Net(norm=True)
-    flow = _flow(model, replicated(model, 2))
+    flow = _flow(model, _placed(shape, model))
     step = flow.train_step(functional.cross_entropy, _adam(model.parameters()))
     step(*_data())
     inputs, target = _data()
     before = copy.deepcopy(whole)
-    unsplit_loss(whole, functional.cross_entropy, inputs, target, [4, 4])
+    unsplit_loss(whole, functional.cross_entropy, inputs, target, [2, 2, 2, 2])
     for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, **TOLERANCE)
-    before(inputs[:4])  # the part of replica 0
+    for part in own:  # of replica 0
+        before(inputs.split(2)[part])
     for (name, mine), theirs in zip(model.named_buffers(), before.buffers(), strict=True):
         torch.testing.assert_close(mine.cpu(), theirs, msg=name, **TOLERANCE)
         assert devices.location(mine).index == 0
 
 
-def test_hooks_on_gradients_run() -> None:
+@of_each_shape
+def test_hooks_on_gradients_run(shape: str) -> None:
     model, whole = _Net(), _Net()
     for one in (model, whole):
         one.first.weight.register_hook(lambda gradient: 2 * gradient)
-    flow = _flow(model, replicated(model, 2, 2))
+    flow = _flow(model, _placed(shape, model))
     step = flow.train_step(functional.cross_entropy)
     with pytest.warns(UserWarning, match="has hooks"):
         step(*_data())
-    unsplit_loss(whole, functional.cross_entropy, *_data(), [4, 4])
+    unsplit_loss(whole, functional.cross_entropy, *_data(), [2, 2, 2, 2])
     for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, **TOLERANCE)
 
 
-def test_a_sum_of_losses_stays_one() -> None:
+@of_each_shape
+def test_a_sum_of_losses_stays_one(shape: str) -> None:
     model, whole = _Net(), _Net()
-    flow = _flow(model, replicated(model, 4))
+    flow = _flow(model, _placed(shape, model))
     step = flow.train_step(
         nn.CrossEntropyLoss(reduction="sum"), batch_options=BatchOptions(reduction="sum")
     )
@@ -256,11 +288,12 @@ def test_a_sum_of_losses_stays_one() -> None:
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, **TOLERANCE)
 
 
-def test_a_mean_over_labels_counts_unequal_shares_of_them() -> None:
+@of_each_shape
+def test_a_mean_over_labels_counts_unequal_shares_of_them(shape: str) -> None:
     model, whole = _Net(), _Net()
     inputs, target = _data()
     target[:3] = -100
-    step = _flow(model, replicated(model, 4)).train_step(nn.CrossEntropyLoss())
+    step = _flow(model, _placed(shape, model)).train_step(nn.CrossEntropyLoss())
     loss = step(inputs, target)
     expected = functional.cross_entropy(whole(inputs), target)
     expected.backward()
@@ -269,9 +302,19 @@ def test_a_mean_over_labels_counts_unequal_shares_of_them() -> None:
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, **TOLERANCE)
 
 
-def test_results_and_values_come_in_the_order_of_the_samples() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(replicated, replicas=2, stages=2, samples=(3, 1), chunks=2),
+        partial(by_stage, counts=(3, 1)),
+        partial(by_stage, counts=(1, 2), chunks=2),
+    ],
+)
+def test_results_and_values_come_in_the_order_of_the_samples(
+    make: Callable[[nn.Module], Placement],
+) -> None:
     model, whole = _Net(), _Net()
-    flow = _flow(model, replicated(model, 2, 2, samples=(3, 1), chunks=2))
+    flow = _flow(model, make(model))
 
     def loss_fn(output: Tensor, target: Tensor) -> Any:
         return functional.cross_entropy(output, target), {"most": output.argmax(1)}
@@ -283,11 +326,12 @@ def test_results_and_values_come_in_the_order_of_the_samples() -> None:
     torch.testing.assert_close(values["most"].cpu(), expected.argmax(1))
 
 
-def test_inputs_get_their_gradients_from_all_replicas() -> None:
+@of_each_shape
+def test_inputs_get_their_gradients_from_all_replicas(shape: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     whole = copy.deepcopy(model)
-    step = _flow(model, replicated(model, 2, chunks=2)).train_step(functional.cross_entropy)
+    step = _flow(model, _placed(shape, model)).train_step(functional.cross_entropy)
     x = torch.randn(8, 5).double().requires_grad_()
     y = x.detach().clone().requires_grad_()
     target = torch.randint(3, (8,))
@@ -296,10 +340,11 @@ def test_inputs_get_their_gradients_from_all_replicas() -> None:
     torch.testing.assert_close(x.grad, y.grad, **TOLERANCE)
 
 
-def test_the_first_batch_is_compared_with_the_whole() -> None:
+@of_each_shape
+def test_the_first_batch_is_compared_with_the_whole(shape: str) -> None:
     model = _Net()
     flow = DataFlow(model)
-    flow.update_flow(replicated(model, 2, 2, chunks=2))
+    flow.update_flow(_placed(shape, model))
     step = flow.train_step(functional.cross_entropy, _adam(model.parameters()))
     whole = _Net()
     for _ in range(2):
@@ -308,7 +353,8 @@ def test_the_first_batch_is_compared_with_the_whole() -> None:
     _same_state(model, whole)
 
 
-def test_a_small_transformer_trains_on_two_stages_of_two_replicas() -> None:
+@of_each_shape
+def test_a_small_transformer_trains(shape: str) -> None:
     torch.manual_seed(0)
     model = gpt(layers=2, width=16, heads=2, context=8, vocabulary=11).double()
     whole = copy.deepcopy(model)
@@ -317,9 +363,7 @@ def test_a_small_transformer_trains_on_two_stages_of_two_replicas() -> None:
     def loss_fn(logits: Tensor, goal: Tensor) -> Tensor:
         return functional.cross_entropy(logits.flatten(0, 1), goal.flatten())
 
-    step = _flow(model, replicated(model, 2, 2, chunks=2)).train_step(
-        loss_fn, _adam(model.parameters())
-    )
+    step = _flow(model, _placed(shape, model)).train_step(loss_fn, _adam(model.parameters()))
     theirs = _adam(whole.parameters())
     for _ in range(2):
         step(tokens, target)
@@ -329,9 +373,10 @@ def test_a_small_transformer_trains_on_two_stages_of_two_replicas() -> None:
     _same_state(model, whole)
 
 
-def test_a_failing_loss_leaves_the_model_as_it_was() -> None:
+@of_each_shape
+def test_a_failing_loss_leaves_the_model_as_it_was(shape: str) -> None:
     model = _Net(norm=True)
-    flow = _flow(model, replicated(model, 2, 2))
+    flow = _flow(model, _placed(shape, model))
     fails = False
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -352,9 +397,10 @@ def test_a_failing_loss_leaves_the_model_as_it_was() -> None:
     step(*_data())
 
 
-def test_undo_brings_everything_home() -> None:
+@of_each_shape
+def test_undo_brings_everything_home(shape: str) -> None:
     model = _Net(norm=True)
-    flow = _flow(model, replicated(model, 4))
+    flow = _flow(model, _placed(shape, model))
     optimizer = _adam(model.parameters())
     flow.train_step(functional.cross_entropy, optimizer)(*_data())
     flow.undo()
@@ -366,9 +412,10 @@ def test_undo_brings_everything_home() -> None:
     assert flow.assignment is not None and flow.assignment.replication.count == 1
 
 
-def test_calls_and_streams_answer_through_the_first_replicas() -> None:
+@of_each_shape
+def test_calls_and_streams_answer_through_the_first_replicas(shape: str) -> None:
     model, whole = _Net(), _Net()
-    flow = _flow(model, replicated(model, 2, 2))
+    flow = _flow(model, _placed(shape, model))
     inputs = _data()[0]
     expected = whole(inputs)
     torch.testing.assert_close(flow(inputs).cpu(), expected, **TOLERANCE)
@@ -383,9 +430,10 @@ def test_calls_and_streams_answer_through_the_first_replicas() -> None:
         torch.testing.assert_close(applied(inputs).cpu(), expected.detach(), **TOLERANCE)
 
 
-def test_a_call_follows_the_parameters_that_a_step_has_changed() -> None:
+@of_each_shape
+def test_a_call_follows_the_parameters_that_a_step_has_changed(shape: str) -> None:
     model, whole = _Net(), _Net()
-    flow = _flow(model, replicated(model, 4))
+    flow = _flow(model, _placed(shape, model))
     step = flow.train_step(functional.cross_entropy, _adam(model.parameters()))
     theirs = _adam(whole.parameters())
     for _ in range(2):
@@ -397,14 +445,21 @@ def test_a_call_follows_the_parameters_that_a_step_has_changed() -> None:
             torch.testing.assert_close(flow(_data()[0]).cpu(), whole(_data()[0]), **TOLERANCE)
 
 
-def test_a_measurement_shows_every_replica() -> None:
+@pytest.mark.parametrize(
+    ("shape", "lanes"),
+    [
+        ("2-2", {"cpu:2 → cpu:0", "cpu:3 → cpu:1"}),
+        ("2-1-1", {"cpu:1 → cpu:0", "cpu:0 → cpu:2", "cpu:1 → cpu:2", "cpu:2 → cpu:1"}),
+    ],
+)
+def test_a_measurement_shows_every_replica(shape: str, lanes: set[str]) -> None:
     model = _Net()
-    flow = _flow(model, replicated(model, 2, 2))
+    flow = _flow(model, _placed(shape, model))
     step = flow.train_step(functional.cross_entropy)
     step(*_data())
     found = flow.measure(*_data(), step=step)
-    assert found.devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
-    assert {row.lane for row in found.measured} >= {"cpu:2 → cpu:0", "cpu:3 → cpu:1"}
+    assert sorted(found.devices) == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    assert {row.lane for row in found.measured} >= lanes
     with pytest.raises(InputError, match="not predicted"):
         flow.measure(*_data(), step=step, profile=Profile.model_construct())
 
@@ -428,7 +483,7 @@ def test_replicas_that_form_no_pipelines_are_refused() -> None:
     good = replicated(model, 2, 2)
     one, two = (Replica(device=f"cpu:{index}", samples=1) for index in (1, 3))
     for replicas, message in (
-        ({"cpu:1": (one,)}, "different numbers"),
+        ({"cpu:1": (one,)}, r"\[1\].* need equally many"),
         ({"cpu:1": (one, Replica(device="cpu:3", samples=2))}, "need equally many"),
         ({"cpu:1": (two, one)}, "the device itself"),
         ({"cpu:1": (one, Replica(device="cpu:2", samples=1))}, "more than once"),
@@ -437,9 +492,7 @@ def test_replicas_that_form_no_pipelines_are_refused() -> None:
         broken = good.model_copy(update={"replicas": {**good.replicas, **replicas}})
         with pytest.raises(PlacementError, match=message):
             flow.update_flow(broken)
-    missing = good.model_copy(update={"replicas": {"cpu:0": good.replicas["cpu:0"]}})
-    with pytest.raises(PlacementError, match="different numbers of replicas, 2-1"):
-        flow.update_flow(missing)
+    assert flow.assignment is None
     assert issubclass(PlacementError, PlacerError)
 
 

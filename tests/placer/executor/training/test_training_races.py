@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from races import Races, Site, watched
-from replicated import replicated
+from replicated import by_stage
 from small_models import Skips, tokens_loss
 from splitting import CapturedOnce, scatter_layers
 from torch import Tensor, nn
@@ -87,21 +87,21 @@ def _train(
     schedule: Order,
     chunks: int,
     seed: int | None,
-    replicas: int = 1,
+    counts: tuple[int, ...] = (),
     deaf: Site | None = None,
 ) -> Races:
     """A caller who writes to all that is his as soon as a step returns: the batch, the gradients
     and the weights."""
     (inputs, target, loss_fn), both = MODELS[name][1](), kept(name)
     with (
-        logical_devices(DEVICES if replicas == 1 else 4) as places,
+        logical_devices(sum(counts) or DEVICES) as places,
         both.flow(fine_grained=True) as flow,
         watched(monkeypatch, deaf) as races,
     ):
         model = both.model
         names = list(flow.layer_gpus)
-        if replicas > 1:
-            flow.update_flow(replicated(model, replicas, 4 // replicas))
+        if counts:
+            flow.update_flow(by_stage(model, counts))
         elif seed is None:
             flow.layer_gpus.update(
                 {layer: index * DEVICES // len(names) for index, layer in enumerate(names)}
@@ -130,7 +130,7 @@ def _train(
     return races
 
 
-CASES: list[tuple[str, Order, int, int | None] | tuple[str, Order, int, None, int]] = [
+CASES: list[tuple[str, Order, int, int | None] | tuple[str, Order, int, None, tuple[int, ...]]] = [
     ("skips", "1f1b", 8, None),
     ("skips", "zero-bubble", 8, None),
     ("skips", "zero-bubble", 5, None),
@@ -142,13 +142,17 @@ CASES: list[tuple[str, Order, int, int | None] | tuple[str, Order, int, None, in
     ("views", "1f1b", 8, None),
     ("flat", "1f1b", 8, None),
     ("flat", "1f1b", 2, None),
-    ("skips", "1f1b", 1, None, 4),
-    ("skips", "zero-bubble", 3, None, 2),
-    ("tied gpt", "1f1b", 2, None, 4),
-    ("tied gpt", "1f1b", 2, None, 2),
+    ("skips", "1f1b", 1, None, (4,)),
+    ("skips", "zero-bubble", 3, None, (2, 2)),
+    ("tied gpt", "1f1b", 2, None, (4,)),
+    ("tied gpt", "1f1b", 2, None, (2, 2)),
+    ("skips", "1f1b", 3, None, (2, 1)),
+    ("skips", "zero-bubble", 2, None, (1, 3)),
+    ("tied gpt", "1f1b", 1, None, (2, 3)),
+    ("tied gpt", "fill-drain", 2, None, (1, 2, 1)),
 ]
-"""Model, schedule, micro-batches, the seed of a map that comes back to devices, and replicas of
-each stage; of 16 rows, 5 are uneven."""
+"""Model, schedule, micro-batches, the seed of a map that comes back to devices, and the number of
+replicas of each stage; of 16 rows, 5 are uneven."""
 
 
 @pytest.mark.covering(every=4, first=1)
