@@ -333,7 +333,7 @@ class ShardedStep(Wire):
         return (
             f"{ms_text(self.step_ms)} a step by fully sharded data parallelism, "
             f"{bytes_text(self.memory_bytes)} and {sizes} on each device; the time leaves out the "
-            "host's work to shard, and two measured steps took 1.12 and 1.65 times their predictions"
+            "host's work to shard, and measured steps took 1.12 and 1.65 times their predictions"
         )
 
 

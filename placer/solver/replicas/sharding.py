@@ -31,9 +31,9 @@ For the units u of a pass in their order, in ms::
 compute. ``compute`` is the slowest device's. ``host`` is the time to launch both passes of all
 layers, because units run without a recording.
 
-**Error.** This is a time that FSDP2 hardly reaches. It leaves out what the host does to shard: hooks
-around each pass of a unit, views of each parameter, launches of copies and messages. It also leaves
-out that recorded layers, which a profile measures, may run faster than launched ones. Without
+**Error.** FSDP2 hardly reaches this time. It leaves out what the host does to shard: hooks around
+each pass of a unit, views of each parameter, launches of copies and messages. It also leaves out
+that recorded layers, which a profile measures, may run faster than launched layers. Without
 ``copy``, predictions were 11% (GPT, bound by GPUs) and 39% (ResNet-101, bound by the host) shorter
 than measured steps on two H200s. ``SHORTER`` allows for it.
 
