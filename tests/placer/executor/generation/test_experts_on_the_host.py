@@ -12,6 +12,7 @@ from torch import Tensor
 
 from placer import DataFlow, Placement
 from placer.executor.state import expert_weights
+from placer.schema import base
 from placer.testing import logical_devices
 
 PLACES = ["cpu:0", "cpu:1"]
@@ -21,7 +22,7 @@ LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
 @pytest.fixture(autouse=True)
 def chosen_experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(expert_weights, "LEAST_BYTES", 1)
+    monkeypatch.setattr(base, "LEAST_EXPERT_BYTES", 1)
     with logical_devices(2):
         yield
 
@@ -102,7 +103,7 @@ def test_few_bytes_of_experts_are_copied_whole_and_recorded(
 ) -> None:
     model, reference = mixture("grouped_mm")
     size = sum(one.nbytes for name, one in model.named_parameters() if ".experts." in name)
-    monkeypatch.setattr(expert_weights, "LEAST_BYTES", size + 1)
+    monkeypatch.setattr(base, "LEAST_EXPERT_BYTES", size + 1)
     flow = placed(model, PLACES, blocks(range(LAYERS)), 3)
     expected = reference.generate(ids(), **OPTIONS)
     with flow.applied() as applied:
