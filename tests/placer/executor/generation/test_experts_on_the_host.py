@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from resting_models import EXPERTS, LAYERS, blocks, mixture, placed, spoil
+from resting_models import CHOSEN, EXPERTS, LAYERS, blocks, mixture, placed, spoil
 from torch import Tensor
 
 from placer import DataFlow, Placement
@@ -69,6 +69,17 @@ def test_a_mixture_computes_with_the_experts_that_its_tokens_choose(
     assert copied == [choice for choice in expected_choices for _ in range(2)]
     assert any(len(choice) < EXPERTS for choice in expected_choices)
     assert "experts rest on the host" in flow.generation_report.not_recorded_because
+
+
+def test_a_token_of_one_text_copies_as_many_experts_as_it_chooses(copied: list[list[int]]) -> None:
+    model, _ = mixture("grouped_mm")
+    flow = placed(model, PLACES, blocks(range(LAYERS)), 3)
+    with flow.applied() as applied:
+        applied.generate(ids(), **OPTIONS)
+    of_prompt, of_tokens = copied[: 2 * LAYERS], copied[2 * LAYERS :]
+    assert len(of_tokens) == 2 * LAYERS * (OPTIONS["max_new_tokens"] - 1)
+    assert {len(choice) for choice in of_tokens} == {CHOSEN}
+    assert max(len(choice) for choice in of_prompt) > CHOSEN
 
 
 def test_experts_of_some_layers_rest_on_the_disk(tmp_path: Any, copied: list[list[int]]) -> None:
