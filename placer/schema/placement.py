@@ -83,7 +83,9 @@ class DeviceLoad(Wire):
         bottleneck: whether no device is busier.
         resting_bytes: parameters of its layers that rest in the host's memory or on its disk.
         disk_bytes: the part of them on the disk.
-        streaming_ms: time to copy these parameters to the device once, which each pass does.
+        streaming_ms: time to copy these parameters to the device once, which each pass does; of
+            experts that are copied as tokens choose them, the expected part. In a generation, the
+            mean of its passes.
     """
 
     device: Name

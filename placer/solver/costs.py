@@ -94,7 +94,7 @@ A pass runs its layers before the router first, so ``finish`` is at most that mu
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -648,12 +648,11 @@ def _makespan(
     """
     finish = [0.0] * len(order)
     free: dict[int, float] = {}
-    links = {
-        device: HostLink(
-            [copies[one] for one in order if one in copies and assignment[one] == device]
-        )
-        for device in {assignment[one] for one in copies}
-    }
+    copied: defaultdict[int, list[HostCopy]] = defaultdict(list)
+    for layer in order:
+        if layer in copies:
+            copied[assignment[layer]].append(copies[layer])
+    links = {device: HostLink(own) for device, own in copied.items()}
     for layer in order:
         device = assignment[layer]
         start = max(
