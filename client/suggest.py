@@ -305,6 +305,7 @@ def _generation(
     progress: bool,
 ) -> PlacementRequest:
     """Return the request for generations; measure the prompt's pass and a pass of one token."""
+    from placer.estimator.expert_choices import experts_per_token
     from placer.estimator.kv_cache import keys_and_values
     from placer.executor.generation.static_cache import capacity_at_end
     from placer.profiler.generation import REMEDY, profile_generation, prompt_inputs
@@ -335,6 +336,7 @@ def _generation(
         memory_bytes=memory_bytes,
         progress=progress,
         options=ProfileOptions(**how),
+        experts=experts_per_token(model),
     )
     return _request(_keeping_whole(asked, model, [first]), [first], token)
 

@@ -127,14 +127,14 @@ def cache_layers(
     Raises:
         InputError: the model has no cache, or it is unknown which module fills it.
     """
-    copied = _on_meta(model)
+    copied = runnable_on_meta(model)
     parts, factor = _filled(copied, samples, tokens, source_tokens, remedy)
     modules = _modules(copied, len(parts), remedy)
     return [CacheLayer(module, part, factor) for module, part in zip(modules, parts, strict=True)]
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on ``meta``.
+def runnable_on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model of transformers on ``meta``.
 
     Layers of quantised weights cannot run there; the cache is the one of the usual layers.
     """
@@ -187,7 +187,7 @@ def _filled(
         given = {"input_ids": ids(source_tokens), "decoder_input_ids": ids(tokens)}
     try:
         with torch.no_grad():
-            result, factor = _run(model, given)
+            result, factor = run_on_meta(model, given)
     except Exception as error:
         raise InputError(
             f"the cache of {type(model).__name__} cannot be estimated: {type(error).__name__}:"
@@ -205,11 +205,15 @@ def _filled(
     return parts, factor
 
 
-def _run(model: nn.Module, given: Mapping[str, Tensor]) -> tuple[Any, int]:
+def run_on_meta(model: nn.Module, given: Mapping[str, Tensor]) -> tuple[Any, int]:
     """Run a model on ``meta``, and return its result and the factor from its bytes to real bytes.
 
     Masks of fused attention may depend on values; the masks of eager attention do not. Products
     over the experts of a mixture may have kernels for bfloat16 only.
+
+    Args:
+        model: of ``runnable_on_meta``; its attention and its dtype may change.
+        given: its inputs by keyword.
     """
     try:
         return model(**given, use_cache=True), 1

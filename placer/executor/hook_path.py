@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from placer.capture.batch_dims.batch_layout import Part
+from placer.capture.expert_stacks import stacks_in
 from placer.capture.hook_path.device_alignment import Alignment, BorrowedWeights, ModuleHooks
 from placer.capture.hook_path.module_trace import refuse_scripts
 from placer.capture.pytrees import Structure, flatten, lazy_part
 from placer.errors import InputError
 from placer.executor.engine.fill_drain import to_device
 from placer.executor.state.assignment import Assignment
-from placer.executor.state.expert_weights import stacks_in
 from placer.executor.state.resting_weights import Note, RestingWeights
 from placer.schema.base import module_paths, paths_around
 

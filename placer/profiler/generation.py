@@ -9,13 +9,19 @@ Decoding works on a static cache, which stays on the device of its layers. For t
 the keys and values are therefore buffers of the modules that fill them, as weights are: the pass
 writes one row and reads all of them, and their memory counts with their layer. As inputs of the
 model, they would be copied in every pass.
+
+The profiles also say which bytes of a layer are experts of a mixture, and which part of them the
+tokens of a pass are expected to choose. With n experts, of which each of t tokens chooses k, every
+choice equally likely and independent of the other tokens, that part is 1 - (1 - k / n) ** t.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +29,14 @@ from torch import Tensor, nn
 
 from placer.capture import input_forms
 from placer.capture.argument_checks import require_module
+from placer.capture.expert_stacks import stacks_in
 from placer.devices import DeviceLike
 from placer.errors import InputError
 from placer.profiler.links.cluster import MemoryLimit
 from placer.profiler.profile import profile
 from placer.profiler.progress import Shown
 from placer.schema import GenerationOptions, Profile, ProfileOptions
+from placer.schema.base import module_paths, paths_around
 
 __all__ = ["REMEDY", "filled_cache", "profile_generation", "prompt_inputs"]
 
@@ -103,6 +111,7 @@ def profile_generation(
     memory_bytes: MemoryLimit = None,
     progress: Shown = True,
     options: ProfileOptions | None = None,
+    experts: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Profile, Profile]:
     """Measure the prompt's pass and the pass of one token, with the same layers.
 
@@ -116,6 +125,7 @@ def profile_generation(
         memory_bytes: as for ``profile``.
         progress: as for ``profile``.
         options: as for ``profile``.
+        experts: by path of a module of experts, how many of them a token chooses.
 
     Returns:
         The profile of the prompt's pass, with the cluster, and of a token's pass halfway through
@@ -148,10 +158,62 @@ def profile_generation(
     # Writes to the cache may join layers, so the names of this pass are the layers of both.
     names = tuple(layer.name for layer in token.layers)
     first = measured({**prompt, "use_cache": False}, names)
+    first = _with_experts(first, model, experts, ids.numel())
+    token = _with_experts(token, model, experts, len(ids))
     return (
         first.model_copy(update={"granularity": token.granularity}),
         token.model_copy(update={"cluster": None}),
     )
+
+
+def _with_experts(
+    profile: Profile, model: nn.Module, experts: Mapping[str, int], tokens: int
+) -> Profile:
+    """Return a profile whose layers say which bytes are experts, and which part tokens choose.
+
+    Args:
+        profile: of a pass.
+        model: the model.
+        experts: by path of a module of experts, how many of them a token chooses.
+        tokens: of all sequences in the pass.
+    """
+    stacks = stacks_in(model, {name for name, _ in model.named_parameters()})
+    by_path = _layers_by_path([layer.name for layer in profile.layers])
+    held: defaultdict[str, int] = defaultdict(int)
+    chosen: defaultdict[str, float] = defaultdict(float)
+    for path, count in experts.items():
+        parameters = [model.get_parameter(name) for name in stacks[path]]
+        size = sum(one.nbytes for one in parameters)
+        layers = next((by_path[one] for one in (path, *paths_around(path)) if one in by_path), [])
+        # Parameters of several layers stay on their device.
+        if len(layers) == 1:
+            held[layers[0]] += size
+            chosen[layers[0]] += size * (1 - (1 - count / parameters[0].shape[0]) ** tokens)
+    return profile.model_copy(
+        update={
+            "layers": tuple(
+                layer.model_copy(
+                    update={
+                        "expert_bytes": held[layer.name],
+                        "expert_share": chosen[layer.name] / held[layer.name],
+                    }
+                )
+                # shared parameters count in their first layer, and stay on their device, too
+                if 0 < held[layer.name] <= layer.param_bytes
+                else layer
+                for layer in profile.layers
+            )
+        }
+    )
+
+
+def _layers_by_path(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the layers of each path of a module."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        for path in module_paths(name):
+            found[path].append(name)
+    return dict(found)
 
 
 @contextmanager

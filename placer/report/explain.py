@@ -278,9 +278,9 @@ def _sharded(placement: Placement) -> list[str]:
     if found is None:
         return []
     value = placement.objective_value
-    faster = f", {value / found.step_ms:.2f}x faster" if value and found.step_ms else ""
+    faster = f"predicted {value / found.step_ms:.2f}x faster: " if value and found.step_ms else ""
     code = [f"            {line}".rstrip() for line in found.code.splitlines()]
-    return [f"FSDP2       {found.text}{faster}:", *code]
+    return [f"FSDP2       {faster}{found.text}:", *code]
 
 
 def _generation(placement: Placement) -> list[str]:

@@ -103,6 +103,23 @@ StateChoice = Literal["device", "host", "auto"]
 Tier = Literal["host", "disk"]
 """Where weights rest between passes if not on a device: in the host's memory, or on its disk."""
 
+LEAST_EXPERT_BYTES = 1 << 31
+"""Least bytes of resting experts of which a pass copies the chosen ones alone: a recorded pass
+copies 2 GiB over a link of 50 GB/s in 40 ms, about as long as the host needs to issue a pass of 32
+layers through hooks."""
+
+
+def copies_chosen_experts(expert_bytes: int) -> bool:
+    """Return whether a pass of a generation copies only the experts that its tokens choose.
+
+    Execution and costs both follow it.
+
+    Args:
+        expert_bytes: of all experts of a model that rest off their device.
+    """
+    return expert_bytes >= LEAST_EXPERT_BYTES
+
+
 Limiting = Literal["memory", "link", "layer", "compute"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 """``optimal``: the gap is at most ``PROVEN_GAP``; ``feasible``: it is larger."""

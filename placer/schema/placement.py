@@ -83,7 +83,9 @@ class DeviceLoad(Wire):
         bottleneck: whether no device is busier.
         resting_bytes: parameters of its layers that rest in the host's memory or on its disk.
         disk_bytes: the part of them on the disk.
-        streaming_ms: time to copy these parameters to the device once, which each pass does.
+        streaming_ms: time to copy these parameters to the device once, which each pass does; of
+            experts that are copied as tokens choose them, the expected part. In a generation, the
+            mean of its passes.
     """
 
     device: Name
@@ -297,10 +299,11 @@ class Step(Wire):
 class ShardedStep(Wire):
     """A step of fully sharded data parallelism (FSDP2) on all devices, as predicted.
 
-    PyTorch runs it, with a process for each device; see ``code``.
+    PyTorch runs it, with a process for each device; see ``code``. The prediction leaves out the
+    host's work to shard; predictions were 11% and 39% shorter than two measured steps.
 
     Attributes:
-        step_ms: time of a step.
+        step_ms: time of a step, without the host's work to shard.
         compute_ms: the part of it in which the slowest device computes passes.
         memory_bytes: the most that a device holds.
         batch_size: samples of a micro-batch on each device.
@@ -327,11 +330,12 @@ class ShardedStep(Wire):
 
     @property
     def text(self) -> str:
-        """Return time, memory and micro-batches in words."""
+        """Return time, memory and micro-batches in words, with the error of the time."""
         sizes = f"{count_text(self.chunks, 'micro-batch', 'micro-batches')} of {self.batch_size}"
         return (
             f"{ms_text(self.step_ms)} a step by fully sharded data parallelism, "
-            f"{bytes_text(self.memory_bytes)} and {sizes} on each device"
+            f"{bytes_text(self.memory_bytes)} and {sizes} on each device; the time leaves out the "
+            "host's work to shard, and measured steps took 1.12 and 1.65 times their predictions"
         )
 
 

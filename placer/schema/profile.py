@@ -54,6 +54,12 @@ class Layer(Wire):
         host_ms: time of the host to launch one forward and backward pass, by device type; not part
             of any cost.
         param_bytes: parameters; shared parameters count in the first of their layers.
+        expert_bytes: the part of ``param_bytes`` in stacked experts of a mixture. If they rest off
+            their device, a pass of a generation copies only the experts that its tokens choose.
+            Only profiles of the passes of a generation have it.
+        expert_share: the expected part of ``expert_bytes`` that the tokens of this profile's pass
+            choose: 1 - (1 - k / n) ** t, where each of t tokens chooses k of n experts, all of them
+            equally likely.
         grad_bytes: gradients of the parameters that require one.
         optimizer_bytes: the optimizer's state for them.
         buffer_bytes: buffers.
@@ -91,6 +97,8 @@ class Layer(Wire):
     host_ms: TimesMs = Field(default_factory=dict)
     # permanent state
     param_bytes: Bytes = 0
+    expert_bytes: Bytes = 0
+    expert_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     grad_bytes: Bytes = 0
     optimizer_bytes: Bytes = 0
     buffer_bytes: Bytes = 0
@@ -282,6 +290,13 @@ class Profile(Wire):
         for group in self.colocated:
             refuse_unknown("colocated", group, place)
         self._refuse_small_originals(place)
+        for layer in self.layers:
+            if layer.expert_bytes > layer.param_bytes:
+                raise ValueError(
+                    f"layers: {layer.name!r} has {layer.expert_bytes} bytes of experts and "
+                    f"{layer.param_bytes} bytes of parameters, which include the experts; give at "
+                    "least as many param_bytes"
+                )
         for tie in self.tied:
             refuse_unknown("tied", tie.layers, place)
             if not tie.split and not any(set(tie.layers) <= set(group) for group in self.colocated):

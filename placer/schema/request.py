@@ -297,12 +297,24 @@ class PlacementRequest(SolveOptions, Question):
         elif self.break_ties:
             why = "break_ties compares other placements"
         else:
+            self._refuse_experts()
             return
         name = "disk_bytes" if self.host_memory_bytes is None else "host_memory_bytes"
         raise ValueError(
             f"{name}: parameters rest off their device only in inference under objectives "
             f"'latency' and 'generation' with one sequence in flight; {why}: leave {name} out"
         )
+
+    def _refuse_experts(self) -> None:
+        """Raise a ValueError for experts outside of a generation, as other passes copy all."""
+        mixed = next((layer for layer in self.profile.layers if layer.expert_bytes), None)
+        if mixed is not None and self.objective != "generation":
+            raise ValueError(
+                f"profile: layer {mixed.name!r} has {mixed.expert_bytes} bytes of experts, of which"
+                " only the passes of a generation copy the chosen ones alone; the objective is"
+                f" {self.objective!r}: set expert_bytes to 0, or measure the model by"
+                " placer.profile"
+            )
 
     def _check_optimizer_state(self, cluster: Cluster) -> None:
         """Check that optimizer state may rest on the host, and that the cost of it is known."""
@@ -455,6 +467,12 @@ def _refuse_other_passes(prompt: Profile, token: Profile) -> None:
         )
     for layer in token.layers:
         before = prompt.layers[place[layer.name]]
+        if layer.expert_bytes != before.expert_bytes:
+            raise ValueError(
+                f"token_profile: layer {layer.name!r} has {layer.expert_bytes} bytes of experts, "
+                f"and {before.expert_bytes} in the prompt's profile; measure both passes of one "
+                "model"
+            )
         if layer.param_bytes != before.param_bytes or layer.buffer_bytes < before.buffer_bytes:
             raise ValueError(
                 f"token_profile: layer {layer.name!r} has {layer.param_bytes} bytes of parameters "

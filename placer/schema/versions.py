@@ -91,7 +91,7 @@ RENAMED: Mapping[str, Mapping[str, Renames]] = {
             {"stop_reason": {"settled": "converged", "rounds": "max-rounds"}},
         ),
     },
-    # Version 3 adds resting weights and repeats of edges, and renames nothing.
+    # Version 3 adds resting weights, repeats of edges and experts, and renames nothing.
     "2": {},
 }
 """By version and by type (of today's name, or a base class): what the next version renames."""

@@ -69,18 +69,32 @@ r(0), r(1), ... of device d, in execution order, rest in the host's memory or on
 copies them, one layer after another, into two buffers in turn, from the pass's beginning on. With
 b(l) the bytes of the layer's parameters, and the rates ``from_host`` and ``from_disk`` of d::
 
-    copy(l)      = host latency + b(l) / host bandwidth                         from the host
+    transfer(b)  = host latency + b / host bandwidth                            from the host
                    host latency + disk latency
-                   + b(l) / the smaller one of host and disk bandwidth          from its disk
+                   + b / the smaller one of host and disk bandwidth             from its disk
+    copy(l)      = transfer(b(l))
     copied(r(i)) = max(copied(r(i-1)), finish(r(i-2))) + copy(r(i))
     start(r(i))  = the start above, but not before copied(r(i))
 
 In memory, d has two buffers in place of these parameters, each as large as the largest b(r(i)).
+
+**Experts that rest.** Of b(l), e(l) bytes are experts of a mixture, of which the tokens of a pass
+are expected to choose the part share(l). If the layers that rest have at least
+``LEAST_EXPERT_BYTES`` of experts in all, only chosen ones are copied, once the router of their
+layer has run. The link to d carries the copies one by one in this order: copy(r(0)), copy(r(1)),
+chosen(r(0)), copy(r(2)), chosen(r(1)), and so on. With ``last`` the end of the copy before::
+
+    copy(l)      = transfer(b(l) - e(l))
+    chosen(l)    = transfer(share(l) e(l)), or 0 without experts
+    copied(r(i)) = max(last, finish(r(i-2))) + copy(r(i))
+    finish(r(i)) = max(start(r(i)), last) + chosen(r(i)) + forward(r(i))
+
+A pass runs its layers before the router first, so ``finish`` is at most that much too late.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -88,8 +102,9 @@ from types import MappingProxyType
 
 from placer import schedule
 from placer.schedule import Pipeline, Plan
+from placer.schedule.host_link import HostCopy, HostLink
 from placer.schema import MemoryUse
-from placer.schema.base import Tier
+from placer.schema.base import Tier, copies_chosen_experts
 from placer.solver import pipelines
 from placer.solver.components import topological_order
 from placer.solver.memory import Footprint, SegmentMemory, footprint, held_by_device
@@ -533,8 +548,10 @@ def latency_ms(
                 backwards[value.source].append(
                     (reader, problem.gradient_ms(value, source, target) if apart else 0.0)
                 )
+    is_chosen = _are_chosen(problem, resting)
     copies = {
-        layer: copy_ms(problem, layer, assignment[layer], at) for layer, at in resting.items()
+        layer: _copy(problem, layer, assignment[layer], at, is_chosen)
+        for layer, at in resting.items()
     }
     total = _makespan(range(count), assignment, problem.forward_ms, forwards, copies)
     # The loss is behind the last layer, so no backward pass begins before the forward pass ends.
@@ -562,8 +579,9 @@ def stage_ms(problem: Problem, layers: Sequence[int], device: int, resting: Rest
         resting: where the parameters of layers rest.
     """
     times = [[problem.forward_ms[layer][device]] for layer in layers]
+    is_chosen = _are_chosen(problem, resting)
     copies = {
-        place: copy_ms(problem, layer, device, resting[layer])
+        place: _copy(problem, layer, device, resting[layer], is_chosen)
         for place, layer in enumerate(layers)
         if layer in resting
     }
@@ -571,8 +589,37 @@ def stage_ms(problem: Problem, layers: Sequence[int], device: int, resting: Rest
     return _makespan(order, [0] * len(order), times, [[] for _ in order], copies)
 
 
-def copy_ms(problem: Problem, layer: int, device: int, tier: Tier) -> float:
-    """Return the time to copy a layer's parameters to a device from where they rest."""
+def copying_ms(problem: Problem, layers: Sequence[int], device: int, resting: Resting) -> float:
+    """Return the time of a pass's copies of layers of a device from where they rest.
+
+    Args:
+        problem: the placement problem.
+        layers: of the device, whose parameters rest.
+        device: their device.
+        resting: where the parameters of all layers rest.
+    """
+    is_chosen = _are_chosen(problem, resting)
+    return sum(sum(_copy(problem, one, device, resting[one], is_chosen)) for one in layers)
+
+
+def _are_chosen(problem: Problem, resting: Resting) -> bool:
+    """Return whether a pass copies the experts that its tokens choose, and no others."""
+    return copies_chosen_experts(sum(problem.layers[layer].expert_bytes for layer in resting))
+
+
+def _copy(problem: Problem, layer: int, device: int, tier: Tier, is_chosen: bool) -> HostCopy:
+    """Return the times to copy a layer's parameters to a device from where they rest."""
+    own = problem.layers[layer]
+    expert_bytes = own.expert_bytes if is_chosen else 0
+    chosen_ms = 0.0
+    if expert_bytes:
+        chosen_ms = _transfer_ms(problem, device, tier, own.expert_share * expert_bytes)
+    ahead_ms = _transfer_ms(problem, device, tier, own.param_bytes - expert_bytes)
+    return HostCopy(ahead_ms, chosen_ms)
+
+
+def _transfer_ms(problem: Problem, device: int, tier: Tier, size_bytes: float) -> float:
+    """Return the time in which bytes come to a device from where parameters rest."""
     place = problem.devices[device]
     # What the disk reads is on its way to the device while the disk reads on.
     rates = [place.from_host] if tier == "host" else [place.from_host, place.from_disk]
@@ -580,7 +627,7 @@ def copy_ms(problem: Problem, layer: int, device: int, tier: Tier) -> float:
     assert len(known) == len(rates)  # nothing rests without them
     slowest = min(rate.bandwidth_bytes_per_s for rate in known)
     latency_s = sum(rate.latency_s for rate in known)
-    return 1e3 * (latency_s + problem.layers[layer].param_bytes / slowest)
+    return 1e3 * (latency_s + size_bytes / slowest)
 
 
 def _makespan(
@@ -588,7 +635,7 @@ def _makespan(
     assignment: Assignment,
     time_ms: Sequence[Sequence[float]],
     inputs: Sequence[Sequence[tuple[int, float]]],
-    copies: Mapping[int, float] = MappingProxyType({}),
+    copies: Mapping[int, HostCopy] = MappingProxyType({}),
 ) -> float:
     """Return the last finish of layers that run in this order.
 
@@ -597,27 +644,24 @@ def _makespan(
         assignment: by layer, its device.
         time_ms: by layer and device.
         inputs: by layer, pairs of a layer waited for and a delay.
-        copies: by layer whose parameters rest, the time to copy them.
+        copies: of each layer whose parameters rest.
     """
     finish = [0.0] * len(order)
     free: dict[int, float] = {}
-    # by device: when the latest copy ends, and when the layers with copies finish
-    copied: dict[int, float] = {}
-    emptied: dict[int, list[float]] = {}
+    copied: defaultdict[int, list[HostCopy]] = defaultdict(list)
+    for layer in order:
+        if layer in copies:
+            copied[assignment[layer]].append(copies[layer])
+    links = {device: HostLink(own) for device, own in copied.items()}
     for layer in order:
         device = assignment[layer]
         start = max(
             [free.get(device, 0.0), *(finish[source] + delay for source, delay in inputs[layer])]
         )
-        if layer in copies:
-            # A device has two buffers for copies. So a copy begins once the last layer but one that
-            # had a copy has finished; the two zeros are for the first two copies.
-            users = emptied.setdefault(device, [0.0, 0.0])
-            copied[device] = max(copied.get(device, 0.0), users[-2]) + copies[layer]
-            start = max(start, copied[device])
-        finish[layer] = free[device] = start + time_ms[layer][device]
-        if layer in copies:
-            users.append(finish[layer])
+        forward_ms = time_ms[layer][device]
+        finish[layer] = free[device] = (
+            links[device].run(start, forward_ms) if layer in copies else start + forward_ms
+        )
     return max(finish)
 
 

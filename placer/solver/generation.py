@@ -6,6 +6,7 @@ passes of one token. Its time on a placement is n times the time of a *mean pass
     forward(l)  = (prompt's forward(l) + (n - 1) * token's forward(l)) / n
     bytes(v)    = (prompt's bytes(v) + (n - 1) * token's bytes(v)) / n, rounded up; a value that one
                   pass lacks has 0 bytes there
+    share(l)    = (prompt's share(l) + (n - 1) * token's share(l)) / n, of experts that are chosen
 
 So a link's latency counts once for each value and pass. Memory must suffice for either pass. Of
 layer l, with K sequences in flight::
@@ -143,6 +144,7 @@ def _layer(passes: Passes, prompt: Layer, token: Layer, more_bytes: int) -> Laye
     return prompt.model_copy(
         update={
             "forward_ms": forward_ms,
+            "expert_share": passes.mean(prompt.expert_share, token.expert_share),
             "buffer_bytes": prompt.buffer_bytes + _cache_bytes(passes, prompt, token),
             "forward_workspace_bytes": workspace + more_bytes,
         }

@@ -14,7 +14,7 @@ import torch
 from model_list import transformers
 
 import placer
-from placer.executor.state import expert_weights
+from placer.schema import base
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_weights_that_rest_give_the_tokens_of_weights_on_the_device(
     transformers()
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("PLACER_GENERATION_ENGINES", case)
-    monkeypatch.setattr(expert_weights, "LEAST_BYTES", 1)
+    monkeypatch.setattr(base, "LEAST_EXPERT_BYTES", 1)
     module = importlib.import_module("benchmarks.generation")
     monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setattr(module.record, "known", lambda name: [])

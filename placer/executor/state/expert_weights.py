@@ -3,54 +3,24 @@
     layer     [attention][router][experts            ]
     copies                       [expert 3][expert 7]
 
-A module of experts, as transformers has them, stacks the weights of all its experts in parameters
-of shape (experts, ...), and its ``forward`` takes the numbers of the chosen experts. Before it
-runs, their rows are copied into a slot; the other rows keep what was there, and nothing reads them.
-The copies depend on what the router computes, so they are neither issued ahead nor recorded.
+Before a module of experts runs, the rows of the chosen experts are copied into a slot; the other
+rows keep what was there, and nothing reads them. The copies depend on what the router computes, so
+they are neither issued ahead nor recorded. ``copies_chosen_experts`` of the schema says from how
+many bytes on this gains, and ``solver/costs.py`` has the times.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from placer import devices
+from placer.capture.expert_stacks import choice_of
 from placer.capture.hook_path.device_alignment import BorrowedWeights
-
-LEAST_BYTES = 1 << 31
-"""Least bytes of resting experts for this: a recorded pass copies 2 GiB over a link of 50 GB/s in
-40 ms, about as long as the host needs to issue a pass of 32 layers through hooks."""
-
-_CHOICE = "top_k_index"
-"""The argument with the numbers of the chosen experts."""
-
-
-def stacks_in(module: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
-    """Return, by path of a module of experts, the names of the parameters that stack them.
-
-    Args:
-        module: the model.
-        names: of parameters of the model; modules of which others stack experts are left out.
-    """
-    found = {}
-    for path, child in module.named_modules():
-        stacks = [f"{path}.{name}".lstrip(".") for name in _stacks_of(child)]
-        if stacks and all(name in names for name in stacks):
-            found[path] = stacks
-    return found
-
-
-def _stacks_of(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters that stack experts."""
-    count = getattr(module, "num_experts", None)
-    if not isinstance(count, int) or _CHOICE not in inspect.signature(module.forward).parameters:
-        return []
-    own = module.named_parameters(recurse=False)
-    return [name for name, one in own if one.dim() > 1 and one.shape[0] == count]
 
 
 class ChosenExperts:
@@ -81,7 +51,7 @@ class ChosenExperts:
         """
         if self._around is not None:
             self._around.enter(args, kwargs)
-        chosen = self._signature.bind(*args, **kwargs).arguments[_CHOICE]
+        chosen = choice_of(self._signature, args, kwargs)
         count = self._stacks[0][0].shape[0]
         with devices.unobserved(), torch.no_grad(), torch._C.DisableTorchFunction():
             # a number that is too high means an expert of another process

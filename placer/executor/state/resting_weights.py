@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
+from placer.capture.expert_stacks import stacks_in
 from placer.capture.hook_path.device_alignment import BorrowedWeights
 from placer.devices import FileReader, MappedFile
 from placer.errors import InputError
 from placer.executor.segments import Segment, Step
-from placer.executor.state import expert_weights
 from placer.executor.state.assignment import Assignment
-from placer.executor.state.expert_weights import ChosenExperts, stacks_in
+from placer.executor.state.expert_weights import ChosenExperts
 from placer.executor.state.resting_replay import Action
 from placer.executor.state.weight_slots import SLOTS, Slots, Unit, in_turn
-from placer.schema.base import module_paths
+from placer.schema.base import copies_chosen_experts, module_paths
 
 Note = Callable[[Callable[[], None], torch.device], None]
 """Notes that a pass does something on a device, in addition to operations of torch."""
@@ -277,7 +277,7 @@ def _large_stacks(module: nn.Module, names: Collection[str]) -> dict[str, list[s
     """Return the stacks of experts, see ``stacks_in``; none if they are too small to gain."""
     stacks = stacks_in(module, names)
     inside = (module.get_parameter(name) for found in stacks.values() for name in found)
-    return stacks if sum(one.nbytes for one in inside) >= expert_weights.LEAST_BYTES else {}
+    return stacks if copies_chosen_experts(sum(one.nbytes for one in inside)) else {}
 
 
 def _is_in(name: str, path: str) -> bool:

@@ -10,8 +10,9 @@ parameters together fit no placement::
     usual search, with more  │
     memory on devices      ──┘
 
-All bytes copied from the host's memory cost alike. So the fewest bytes rest that leave room for two
-buffers, and they are spread evenly over a device's layers: then copies run while the layers between
+All bytes copied from the host's memory cost alike, except experts of which a pass copies a part. So
+the fewest bytes rest that leave room for two buffers, of all layers or of layers with experts
+alone, and they are spread evenly over a device's layers: then copies run while the layers between
 them compute. Of these layers, those that do not fit ``host_memory_bytes`` are on the disk, spread
 evenly in turn. Small requests are enumerated instead.
 
@@ -23,8 +24,10 @@ there takes a device at least r times as long. A mean pass has the mean times of
                that is at least  all state + 2 s - memory of all devices
     disk(s)  = max(0, bytes(s) - host_memory_bytes * number of hosts)
     r        = min over devices of  bandwidth from the host / smaller one of it and the disk's
+    q        = min over layers of  part of their parameters that a pass copies: below 1 only if the
+               experts of all layers together are enough for copies of chosen experts alone
     bound    = max(bound of the latency without memory limits,
-                   min over s of (bytes(s) + (r - 1) disk(s)) / sum of the devices' bandwidths
+                   min over s of q (bytes(s) + (r - 1) disk(s)) / sum of the devices' bandwidths
                    + shortest layer)
 """
 
@@ -39,7 +42,7 @@ from math import gcd, inf
 from time import monotonic
 
 from placer.schema import Device, Infeasibility, Placement, PlacementRequest
-from placer.schema.base import LARGEST_BYTES, MERGED, WHOLE, Tier
+from placer.schema.base import LARGEST_BYTES, MERGED, WHOLE, Tier, copies_chosen_experts
 from placer.solver import answer, costs
 from placer.solver.bounds import simple_bounds
 from placer.solver.costs import Resting
@@ -232,9 +235,7 @@ class _Search:
                         "disk_bytes": sum(
                             self._sizes[layer] for layer in own if best.resting[layer] == "disk"
                         ),
-                        "streaming_ms": sum(
-                            costs.copy_ms(problem, one, number, best.resting[one]) for one in own
-                        ),
+                        "streaming_ms": costs.copying_ms(problem, own, number, best.resting),
                     }
                 )
             )
@@ -288,9 +289,19 @@ class _Search:
             (self._bandwidth(one, "host") / self._bandwidth(one, "disk") for one in self._on_disk),
             default=1.0,
         )
-        copied = resting + (slower - 1) * max(0, resting - on_hosts)
+        copied = self._copied_share() * (resting + (slower - 1) * max(0, resting - on_hosts))
         rate = sum(self._bandwidth(device, "host") for device in self.copying)
         return 1e3 * copied / rate + shortest
+
+    def _copied_share(self) -> float:
+        """Return the least part of a layer that a pass copies, ``q`` of the module's docstring."""
+        layers = [self._problem.layers[layer] for layer in self._may_rest]
+        if not copies_chosen_experts(sum(layer.expert_bytes for layer in layers)):
+            return 1.0
+        return min(
+            1 - (1 - layer.expert_share) * layer.expert_bytes / layer.param_bytes
+            for layer in layers
+        )
 
     @property
     def _short_bytes(self) -> int:
@@ -488,13 +499,16 @@ class _Search:
 
     def _spread(self, own: Sequence[int], need: int) -> Iterator[frozenset[int]]:
         """Yield sets of a device's layers that free enough bytes, evenly spread, fewest first."""
+        # Of experts a pass may copy a part only, so layers without any may better stay.
+        mixed = [layer for layer in own if self._problem.layers[layer].expert_bytes]
         found = []
-        sizes = sorted({self._sizes[layer] for layer in own})
-        for largest in sizes[-MOST_SIZES:]:
-            fitting = [layer for layer in own if self._sizes[layer] <= largest]
-            chosen = _evenly(fitting, self._sizes, need + 2 * largest)
-            if chosen is not None:
-                found.append((sum(self._sizes[layer] for layer in chosen), chosen))
+        for among in [mixed, own] if 0 < len(mixed) < len(own) else [own]:
+            sizes = sorted({self._sizes[layer] for layer in among})
+            for largest in sizes[-MOST_SIZES:]:
+                fitting = [layer for layer in among if self._sizes[layer] <= largest]
+                chosen = _evenly(fitting, self._sizes, need + 2 * largest)
+                if chosen is not None:
+                    found.append((sum(self._sizes[layer] for layer in chosen), chosen))
         for _, chosen in sorted(found, key=lambda pair: pair[0]):
             yield chosen
 

@@ -62,6 +62,8 @@ def mean_pass(request: PlacementRequest) -> PlacementRequest:
                     + float(1 - share) * of_token[layer.name].forward_ms[kind]
                     for kind in {device.type for device in request.devices}
                 },
+                "expert_share": float(share * Fraction(layer.expert_share))
+                + float((1 - share) * Fraction(of_token[layer.name].expert_share)),
                 "buffer_bytes": layer.buffer_bytes + _cache(request, layer),
                 "forward_workspace_bytes": more[layer.name]
                 + max(each.forward_workspace_bytes for each in (layer, of_token[layer.name])),

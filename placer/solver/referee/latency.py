@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from types import MappingProxyType
 
 from placer.schema import PlacementRequest
@@ -12,6 +14,9 @@ Where = Mapping[str, str]
 
 COPY = "copy of "
 """The beginning of the name of the copy of a layer's parameters, as an event."""
+
+CHOSEN = "chosen experts of "
+"""The same for the copy of the experts that a layer's tokens choose."""
 
 
 def latency_ms(
@@ -64,38 +69,49 @@ def _last_finish(
     where: Where,
     arrows: list[tuple[str, str, float]],
     time: Callable[[str], float],
-    copies: Mapping[str, float] | None = None,
+    copies: Mapping[str, tiers.CopyTimes] | None = None,
 ) -> float:
+    """Return the longest path through layers and copies; every event waits for others."""
     copies = copies or {}
-    waits: dict[str, list[tuple[str, float]]] = {
-        event: [] for name in names for event in (name, f"{COPY}{name}")
-    }
-    for before, after, delay in (*arrows, *_order_of_copies(names, where, copies)):
+    takes = {name: time(name) for name in names}
+    waits: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
+    for before, after, delay in arrows:
         waits[after].append((before, delay))
-    done: dict[str, float] = {}
-    busy_until: dict[str, float] = {}
+    latest: dict[str, str] = {}
     for name in names:
-        if name in copies:
-            copy = f"{COPY}{name}"
-            done[copy] = max([0.0, *(done[before] for before, _ in waits[copy])]) + copies[name]
-        ready = busy_until.get(where[name], 0.0)
-        for before, delay in waits[name]:
-            ready = max(ready, done[before] + delay)
-        done[name] = busy_until[where[name]] = ready + time(name)
-    return max(done.values())
+        if where[name] in latest:
+            waits[name].append((latest[where[name]], 0.0))
+        latest[where[name]] = name
+    for name, own in copies.items():
+        takes[f"{COPY}{name}"], waits[f"{COPY}{name}"] = own.ahead, []
+        waits[name].append((f"{COPY}{name}", 0.0))
+        if own.chosen is not None:
+            # the chosen experts come when the layer has begun, and it goes on when they are there
+            takes[f"{CHOSEN}{name}"], waits[f"{CHOSEN}{name}"] = own.chosen, [*waits[name]]
+            waits[name].append((f"{CHOSEN}{name}", 0.0))
+    for before, after in _order_of_copies(names, where, copies):
+        waits[after].append((before, 0.0))
+    done: dict[str, float] = {}
+    graph = {event: [before for before, _ in own] for event, own in waits.items()}
+    for event in TopologicalSorter(graph).static_order():
+        begun = max((done[before] + delay for before, delay in waits[event]), default=0.0)
+        done[event] = begun + takes[event]
+    return max(done[name] for name in names)
 
 
 def _order_of_copies(
-    names: list[str], where: Where, copies: Mapping[str, float]
-) -> list[tuple[str, str, float]]:
-    """Return what copies wait for, and what waits for them: two buffers, filled in turn."""
-    found: list[tuple[str, str, float]] = []
+    names: list[str], where: Where, copies: Mapping[str, tiers.CopyTimes]
+) -> list[tuple[str, str]]:
+    """Return which event each copy waits for: two buffers, filled in turn, over one link."""
+    found: list[tuple[str, str]] = []
     for device in set(where.values()):
         streamed = [name for name in names if name in copies and where[name] == device]
+        on_link = [f"{COPY}{name}" for name in streamed[:1]]
         for place, name in enumerate(streamed):
-            found.append((f"{COPY}{name}", name, 0.0))
-            if place > 0:
-                found.append((f"{COPY}{streamed[place - 1]}", f"{COPY}{name}", 0.0))
-            if place > 1:
-                found.append((streamed[place - 2], f"{COPY}{name}", 0.0))
+            on_link += [f"{COPY}{later}" for later in streamed[place + 1 : place + 2]]
+            on_link += [f"{CHOSEN}{name}"] if copies[name].chosen is not None else []
+        found += pairwise(on_link)
+        found += [
+            (first, f"{COPY}{name}") for first, name in zip(streamed, streamed[2:], strict=False)
+        ]
     return found

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from placer.errors import PlacementError
 from placer.exports.units import is_number
+from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.schema import Layer, Placement, PlacementRequest, Profile
 from placer.schema.base import MERGED, WHOLE
 from placer.solver.referee.claims import equal, near, require
@@ -36,10 +37,10 @@ def check_sharded(request: PlacementRequest, placement: Placement) -> None:
     most_bytes = min(device.usable_bytes for device in request.devices)
     value = inf if placement.objective_value is None else placement.objective_value
     require(
-        claimed is None or claimed.step_ms < 0.95 * value,
+        claimed is None or claimed.step_ms < 0.6 * value,
         f"a sharded step is claimed that is hardly shorter than {value} ms",
     )
-    least_ms = 0.95 * value if claimed is None else claimed.step_ms
+    least_ms = 0.6 * value if claimed is None else claimed.step_ms
     for one in found:
         # the solver's rounding may differ where both are about equal
         if one.step_ms < least_ms * (1 - 1e-9) and _use(request, one) <= most_bytes:
@@ -206,34 +207,46 @@ def _part_bytes(request: PlacementRequest, profile: Profile, device: str, count:
 def _passes_ms(rates: tuple[Rate, Rate], runs: Sequence[_Run], root: Sequence[Layer]) -> float:
     """Return the time of both passes of a micro-batch."""
     reduce, gather = rates
-    gathers = [_time(gather, run.param_bytes) for run in runs]
-    forward = _pass(gathers, [run.forward_ms for run in runs], [0.0] * len(runs))
+    gathers = [_message(gather, run.param_bytes) for run in runs]
+    none = [_message(reduce, 0)] * len(runs)
+    forward = _pass(gathers, [run.forward_ms for run in runs], none)
     backward = _pass(
         gathers[::-1],
         [run.backward_ms for run in reversed(runs)],
-        [_time(reduce, run.grad_bytes) for run in reversed(runs)],
+        [_message(reduce, run.grad_bytes) for run in reversed(runs)],
     )
-    whole = _time(gather, _params(root)) + _time(reduce, _gradients(root))
-    return whole + forward + backward
+    whole = _message(gather, _params(root)), _message(reduce, _gradients(root))
+    return sum(message.copy_ms + message.time_ms for message in whole) + forward + backward
 
 
-def _time(rate: Rate, size: int) -> float:
-    return rate[0] + rate[1] * size if size else 0.0
+class _Message(NamedTuple):
+    """What devices exchange of a unit, and the copy between the message and its tensors."""
+
+    time_ms: float
+    copy_ms: float
 
 
-def _pass(gathers: Sequence[float], computes: Sequence[float], reduces: Sequence[float]) -> float:
+def _message(rate: Rate, size: int) -> _Message:
+    if not size:
+        return _Message(0.0, 0.0)
+    return _Message(rate[0] + rate[1] * size, (size + size) * 1e3 / ADD_BYTES_PER_S)
+
+
+def _pass(
+    gathers: Sequence[_Message], computes: Sequence[float], reduces: Sequence[_Message]
+) -> float:
     """Return the time of a pass, message by message in the order in which they are issued."""
-    units = [step for step, time_ms in enumerate(gathers) if time_ms > 0]
+    units = [step for step, message in enumerate(gathers) if message.time_ms > 0]
     after = dict(pairwise(units))
-    ready = {step: gathers[step] for step in units[:1]}
+    ready = {step: gathers[step].time_ms for step in units[:1]}
     free, clock, reduced = sum(ready.values()), 0.0, 0.0
     for step, time_ms in enumerate(computes):
-        begun = max(clock, ready.get(step, 0.0))
+        begun = max(clock, ready.get(step, 0.0)) + gathers[step].copy_ms
         if step in after:
-            free = ready[after[step]] = max(free, begun) + gathers[after[step]]
+            free = ready[after[step]] = max(free, begun) + gathers[after[step]].time_ms
         clock = begun + time_ms
-        if reduces[step] > 0:
+        if reduces[step].time_ms > 0:
             # one buffer packs gradients, so a unit waits until the last unit's have left
-            clock = max(clock, reduced)
-            free = reduced = max(free, clock) + reduces[step]
+            clock = max(clock, reduced) + reduces[step].copy_ms
+            free = reduced = max(free, clock) + reduces[step].time_ms
     return max(clock, free)

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from placer.errors import PlacementError
 from placer.schema import Placement, PlacementRequest
-from placer.schema.base import MERGED, WHOLE, Tier
+from placer.schema.base import MERGED, WHOLE, Tier, copies_chosen_experts
 from placer.solver.referee.claims import equal, near, require
 
 Where = Mapping[str, str]
 Resting = Mapping[str, Tier]
 
 
-def copy_times(request: PlacementRequest, where: Where, resting: Resting) -> dict[str, float]:
-    """Return, by layer whose parameters rest, the time to copy them to its device, in ms."""
+class CopyTimes(NamedTuple):
+    """The times of a layer's copies, in ms.
+
+    Attributes:
+        ahead: before it runs.
+        chosen: of the experts that its tokens choose, while it runs; None if none are copied so.
+    """
+
+    ahead: float
+    chosen: float | None
+
+
+def copy_times(request: PlacementRequest, where: Where, resting: Resting) -> dict[str, CopyTimes]:
+    """Return the times to copy parameters to their device, by layer whose parameters rest."""
     devices = {device.name: device for device in request.devices}
-    found: dict[str, float] = {}
-    for layer in request.profile.layers:
-        if layer.name not in resting:
-            continue
+    layers = [layer for layer in request.profile.layers if layer.name in resting]
+    by_choice = copies_chosen_experts(sum(layer.expert_bytes for layer in layers))
+    found: dict[str, CopyTimes] = {}
+    for layer in layers:
         device = devices[where[layer.name]]
         legs = {"from_host": device.from_host}
         if resting[layer.name] == "disk":
@@ -35,7 +48,11 @@ def copy_times(request: PlacementRequest, where: Where, resting: Resting) -> dic
             seconds += rate.latency_s
             # the legs run at the same time, so the slower one counts
             per_byte = max(per_byte, 1.0 / rate.bandwidth_bytes_per_s)
-        found[layer.name] = 1000.0 * (seconds + layer.param_bytes * per_byte)
+        whole, chosen = layer.param_bytes, None
+        if by_choice and layer.expert_bytes > 0:
+            whole -= layer.expert_bytes
+            chosen = 1000.0 * (seconds + layer.expert_bytes * layer.expert_share * per_byte)
+        found[layer.name] = CopyTimes(1000.0 * (seconds + whole * per_byte), chosen)
     return found
 
 
@@ -79,7 +96,8 @@ def _check_loads(request: PlacementRequest, placement: Placement) -> None:
             if placement.resting.get(layer.name) == "disk" and where[layer.name] == load.device
         )
         equal(f"disk_bytes of {load.device}", load.disk_bytes, on_disk)
-        copying = sum(time_ms for name, time_ms in times.items() if where[name] == load.device)
+        mine = [time for name, time in times.items() if where[name] == load.device]
+        copying = sum(time.ahead + (time.chosen or 0.0) for time in mine)
         near(f"streaming_ms of {load.device}", load.streaming_ms, copying)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 from generating_models import MAKERS
+from resting_models import CHOSEN, EXPERTS, LAYERS, blocks, mixture
 from torch import nn
 
 from placer import GenerationOptions, Profile, ProfileOptions
 from placer.errors import InputError
+from placer.estimator.expert_choices import experts_per_token
 from placer.estimator.kv_cache import keys_and_values
 from placer.profiler.generation import (
     REMEDY,
@@ -102,6 +106,60 @@ def test_a_pass_of_one_token_sends_what_one_token_makes(
         for one in passes[1:]
     )
     assert first == 7 * later
+
+
+def _of_a_mixture(granularity: str) -> tuple[Any, Profile, Profile]:
+    """A mixture, and the profiles of its passes with 2 sequences."""
+    model, _ = mixture("batched_mm")
+    prompt, token = profile_generation(
+        model,
+        prompt_inputs(model, _ids(), ASKED),
+        ASKED,
+        keys_and_values(model, 2, REMEDY),
+        CAPACITY,
+        ["cpu:0"],
+        progress=False,
+        options=ProfileOptions(repeats=1, cache=False, granularity=granularity),
+        experts=experts_per_token(model),
+    )
+    return model, prompt, token
+
+
+def test_profiles_of_a_mixture_say_which_bytes_are_experts_and_how_many_are_chosen() -> None:
+    model, prompt, token = _of_a_mixture("blocks")
+    assert {*experts_per_token(model).values()} == {CHOSEN}
+    size = sum(
+        one.nbytes
+        for name, one in model.named_parameters()
+        if name.startswith("model.layers.0.mlp.experts.")
+    )
+    of_experts = dict.fromkeys(blocks(range(LAYERS)), size)
+    for found in (prompt, token):
+        held = {layer.name: layer.expert_bytes for layer in found.layers if layer.expert_bytes}
+        assert held == of_experts
+        # attention and norms are not experts
+        whole = {layer.name: layer.param_bytes for layer in found.layers}
+        assert all(size < whole[name] for name, size in held.items())
+    # Both tokens of a pass choose 2 of 8 experts each: the mean over all choices of both.
+    choices = [*itertools.combinations(range(EXPERTS), CHOSEN)]
+    expected = mean(len({*a, *b}) for a, b in itertools.product(choices, repeat=2)) / EXPERTS
+    shares = [layer.expert_share for layer in token.layers if layer.expert_bytes]
+    assert shares == pytest.approx([expected] * LAYERS)
+    # Each of 14 tokens of the prompt leaves an expert out with a chance of 6 in 8.
+    shares = [layer.expert_share for layer in prompt.layers if layer.expert_bytes]
+    assert shares == pytest.approx([1 - (6 / 8) ** 14] * LAYERS)
+
+
+def test_experts_of_which_several_layers_compute_parts_are_not_named() -> None:
+    # such layers do not rest, because each uses parameters of the other
+    _, prompt, token = _of_a_mixture("fine")
+    assert not any(layer.expert_bytes for layer in (*prompt.layers, *token.layers))
+
+
+def test_a_model_without_experts_has_none(passes: tuple[Any, Profile, Profile]) -> None:
+    model, *profiles = passes
+    assert experts_per_token(model) == {}
+    assert not any("expert" in profile.to_json() for profile in profiles)
 
 
 def test_a_measured_model_is_left_unchanged(passes: tuple[Any, Profile, Profile]) -> None:

@@ -18,12 +18,14 @@ from placer.schema import (
     Edge,
     Layer,
     Link,
+    Placement,
     PlacementRequest,
     Profile,
     ShardedStep,
     TiedParameters,
 )
 from placer.solver.check import check
+from placer.solver.referee.sharding import check_sharded
 from placer.solver.replicas.sharding import sharded_step, units_of
 from placer.solver.solve import solve
 
@@ -32,7 +34,10 @@ NAMES = ("embed", "blocks.0.a", "blocks.0.b", "blocks.1", "head")
 
 
 def request(
-    memory_bytes: int = 10**12, state_bytes: int = 8 * MB, **changed: object
+    memory_bytes: int = 10**12,
+    state_bytes: int = 8 * MB,
+    bytes_per_s: float = 1000 * MB,
+    **changed: object,
 ) -> PlacementRequest:
     """Two devices and five layers; a link carries a megabyte in a millisecond."""
     layers = [
@@ -51,7 +56,7 @@ def request(
     edges = [Edge(source=a, targets=(b,), bytes=8, gradient_bytes=8) for a, b in pairwise(NAMES)]
     devices = [Device(name=f"d{i}", type="t", memory_bytes=memory_bytes) for i in range(2)]
     links = [
-        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1000 * MB)
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=bytes_per_s)
         for a, b in permutations(devices, 2)
     ]
     fields = {
@@ -74,8 +79,9 @@ def test_a_step_on_two_devices_by_hand() -> None:
     # Backward: head 0-5 with blocks.1 gathered 0-2, blocks.1 5-10 with blocks.0 gathered 5-9,
     # blocks.0 10-20; blocks.1 is reduced 10-12, blocks.0 20-24; embed 20-25; then the root, 4.
     per_micro_batch = (4 + 16) + (25 + 4)
-    # Two micro-batches of one sample each, and half of the optimizer. Additions take little.
-    assert found.step_ms == pytest.approx(2 * per_micro_batch + 5 * 2.0 / 2, rel=1e-3)
+    # Two micro-batches of one sample each, and half of the optimizer. Additions and copies take
+    # little.
+    assert found.step_ms == pytest.approx(2 * per_micro_batch + 5 * 2.0 / 2, rel=3e-3)
     assert found.compute_ms == 2 * 5 * (3 + 5)
     assert (found.batch_size, found.chunks) == (1, 2)
     assert found.modules == ("blocks.0", "blocks.1")
@@ -83,7 +89,9 @@ def test_a_step_on_two_devices_by_hand() -> None:
     assert found.memory_bytes == pytest.approx((40 + 5 + 16 + 24) * MB, rel=1e-3)
 
 
-def of_layers(names: tuple[str, ...], **changed: object) -> PlacementRequest:
+def of_layers(
+    names: tuple[str, ...], bytes_per_s: float = 1000 * MB, **changed: object
+) -> PlacementRequest:
     """The request with a row of other layers, all with these changed fields."""
     layers = tuple(
         request().profile.layers[0].model_copy(update={"name": name, **changed}) for name in names
@@ -91,7 +99,8 @@ def of_layers(names: tuple[str, ...], **changed: object) -> PlacementRequest:
     edges = tuple(
         Edge(source=a, targets=(b,), bytes=8, gradient_bytes=8) for a, b in pairwise(names)
     )
-    return request(profile=Profile(layers=layers, edges=edges, training=True))
+    profile = Profile(layers=layers, edges=edges, training=True)
+    return request(bytes_per_s=bytes_per_s, profile=profile)
 
 
 def test_layers_of_the_root_between_blocks_delay_no_message_and_save_no_memory() -> None:
@@ -101,7 +110,7 @@ def test_layers_of_the_root_between_blocks_delay_no_message_and_save_no_memory()
     # Forward: 4 (root), h.0 2-5 with h.1 gathered 2-4, mask 5-8, h.1 8-11, mask@1 11-14, h.2 14-17
     # Backward: h.2 2-7 with h.1 gathered 2-4, mask@1 7-12, h.1 12-17, mask 17-22, h.0 22-27; h.0 is
     # reduced 27-29; then the root, 4
-    assert found.step_ms == pytest.approx(2 * (4 + 17 + 29 + 4) + 5 * 2.0 / 2, rel=1e-3)
+    assert found.step_ms == pytest.approx(2 * (4 + 17 + 29 + 4) + 5 * 2.0 / 2, rel=3e-3)
     # half of the state, 40 MB; saved: 5 MB; root: 8 + 8 MB; two blocks: 8 + 8 MB
     assert found.memory_bytes == pytest.approx((40 + 5 + 16 + 16) * MB, rel=1e-3)
 
@@ -114,7 +123,29 @@ def test_a_unit_waits_with_its_gradients_for_the_reduction_before() -> None:
     # Forward: 6 (root), masks 0-9, h.0 9-12, h.1 12-15.
     # Backward: h.1 2-7, reduced 7-17; h.0, gathered 2-4, 7-12, waits until 17; masks 17-32; then
     # the root, 30.
-    assert found.step_ms == pytest.approx(2 * (6 + 15 + 32 + 30) + 5 * 2.0 / 2, rel=1e-3)
+    assert found.step_ms == pytest.approx(2 * (6 + 15 + 32 + 30) + 5 * 2.0 / 2, rel=3e-3)
+
+
+def test_copies_between_messages_and_tensors_take_time_between_passes() -> None:
+    # Regression: a GPT on two H200s took 283 ms, 11% more than predicted without these copies.
+    asked = of_layers(
+        ("h.0", "h.1", "mask"),
+        bytes_per_s=1e12,
+        param_bytes=1000 * MB,
+        grad_bytes=2000 * MB,
+        optimizer_bytes=0,
+    )
+    found = sharded_step(asked)
+    assert found is not None
+    # Parameters of a layer are gathered in 0.5 ms and copied in 1 ms, gradients are copied in 2 ms
+    # and reduced in 1 + 1.5 ms, with additions. Root: 0.5 + 1 + 2 + 2.5.
+    # Forward: h.0, gathered at 0.5, copied until 1.5, until 4.5; h.1, gathered at 2, copied until
+    # 5.5, until 8.5; mask until 11.5.
+    # Backward: mask until 5; h.1, gathered at 0.5, copied until 6, until 11, copied until 13,
+    # reduced until 15.5; h.0, gathered at 6.5, copied until 14, until 19, copied until 21, reduced
+    # until 23.5.
+    assert found.step_ms == pytest.approx(2 * (6 + 11.5 + 23.5) + 3 * 2.0 / 2)
+    check_sharded(asked, Placement(status="unknown", objective="step", sharded=found))
 
 
 def test_forward_passes_also_hold_the_received_copy_of_a_unit() -> None:
@@ -131,7 +162,21 @@ def test_it_is_reported_where_nothing_else_fits() -> None:
     assert placement.status == "infeasible"
     assert placement.sharded is not None
     assert "by fully sharded data parallelism, 100.1 MiB" in placement.sharded.text
+    assert "leaves out the host's work to shard" in placement.sharded.text
     assert solve(request(100 * MB, 16 * MB, constraints=together)).sharded is None
+
+
+def test_it_is_reported_where_it_is_faster_even_by_the_largest_measured_error() -> None:
+    # One device takes 5 layers * 16 ms + 10 ms = 170 ms with both of its micro-batches of two.
+    for bytes_per_s, is_reported in ((950 * MB, False), (1100 * MB, True)):
+        asked = request(
+            bytes_per_s=bytes_per_s, constraints=Constraints(colocated=(NAMES,)), replicas="never"
+        )
+        placement, found = solve(asked), sharded_step(asked)
+        assert placement.objective_value is not None and found is not None
+        assert (placement.sharded is not None) is is_reported
+        # ResNet-101 took 1.65 times its prediction
+        assert (1.65 * found.step_ms < placement.objective_value) is is_reported
 
 
 def test_it_is_not_reported_where_it_is_hardly_shorter_or_not_possible() -> None:
@@ -201,12 +246,16 @@ def named_anew(asked: PlacementRequest, random: Random) -> PlacementRequest:
 
 
 def test_the_referee_agrees_on_random_requests() -> None:
-    reported = 0
+    fits = 0
     for seed in range(math.ceil(300 * SHARE)):
         random = Random(seed)
         asked = named_anew(drawn_request(seed, unlike=seed % 3 == 0), random)
-        reported += solve(asked).sharded is not None  # which the referee has checked
-    assert reported >= 5
+        solve(asked)  # the referee checks that the step is reported if and only if it is shorter
+        found = sharded_step(asked)
+        # without a placement, any step that fits must be reported
+        check_sharded(asked, Placement(status="unknown", objective="step", sharded=found))
+        fits += found is not None
+    assert fits >= 5
 
 
 @pytest.mark.parametrize(
@@ -223,7 +272,8 @@ def test_the_referee_agrees_on_random_requests() -> None:
 def test_the_referee_refuses_what_is_not_so(
     changed: dict[str, object] | None, message: str
 ) -> None:
-    asked = request(constraints=Constraints(colocated=(NAMES,)), replicas="never")
+    together = Constraints(colocated=(NAMES,))
+    asked = request(bytes_per_s=2000 * MB, constraints=together, replicas="never")
     placement = solve(asked)
     assert placement.sharded is not None
     other = None if changed is None else placement.sharded.model_copy(update=changed)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from resting_models import EXPERTS, LAYERS, blocks, mixture, placed, spoil
+from resting_models import CHOSEN, EXPERTS, LAYERS, blocks, mixture, placed, spoil
 from torch import Tensor
 
 from placer import DataFlow, Placement
 from placer.executor.state import expert_weights
+from placer.schema import base
 from placer.testing import logical_devices
 
 PLACES = ["cpu:0", "cpu:1"]
@@ -21,7 +22,7 @@ LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
 @pytest.fixture(autouse=True)
 def chosen_experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(expert_weights, "LEAST_BYTES", 1)
+    monkeypatch.setattr(base, "LEAST_EXPERT_BYTES", 1)
     with logical_devices(2):
         yield
 
@@ -70,6 +71,17 @@ def test_a_mixture_computes_with_the_experts_that_its_tokens_choose(
     assert "experts rest on the host" in flow.generation_report.not_recorded_because
 
 
+def test_a_token_of_one_text_copies_as_many_experts_as_it_chooses(copied: list[list[int]]) -> None:
+    model, _ = mixture("grouped_mm")
+    flow = placed(model, PLACES, blocks(range(LAYERS)), 3)
+    with flow.applied() as applied:
+        applied.generate(ids(), **OPTIONS)
+    of_prompt, of_tokens = copied[: 2 * LAYERS], copied[2 * LAYERS :]
+    assert len(of_tokens) == 2 * LAYERS * (OPTIONS["max_new_tokens"] - 1)
+    assert {len(choice) for choice in of_tokens} == {CHOSEN}
+    assert max(len(choice) for choice in of_prompt) > CHOSEN
+
+
 def test_experts_of_some_layers_rest_on_the_disk(tmp_path: Any, copied: list[list[int]]) -> None:
     model, reference = mixture("eager")
     expected = reference.generate(ids(), **OPTIONS)
@@ -102,7 +114,7 @@ def test_few_bytes_of_experts_are_copied_whole_and_recorded(
 ) -> None:
     model, reference = mixture("grouped_mm")
     size = sum(one.nbytes for name, one in model.named_parameters() if ".experts." in name)
-    monkeypatch.setattr(expert_weights, "LEAST_BYTES", size + 1)
+    monkeypatch.setattr(base, "LEAST_EXPERT_BYTES", size + 1)
     flow = placed(model, PLACES, blocks(range(LAYERS)), 3)
     expected = reference.generate(ids(), **OPTIONS)
     with flow.applied() as applied:

@@ -8,7 +8,7 @@ from resting_models import LAYERS, blocks, mixture, pair, placed, spoil
 from torch import Tensor
 
 from placer import DataFlow, devices
-from placer.executor.state import expert_weights
+from placer.schema import base
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
@@ -65,7 +65,7 @@ def test_generations_in_flight_take_turns_at_the_slots() -> None:
 def test_a_mixture_gets_the_experts_that_its_tokens_choose(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_weights, "LEAST_BYTES", 1)
+    monkeypatch.setattr(base, "LEAST_EXPERT_BYTES", 1)
     model, reference = mixture(how, WIDTH)
     reference.cuda(0)
     flow = placed(model, PLACES, blocks([0, 1, 2, 4, 5]), 3)
