@@ -98,58 +98,44 @@ class SideStreams:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Let this thread's work inside go into these streams, and wait for it at the end."""
-        if not self._streams:
-            yield
-            return
-        device = torch.cuda.current_device()
         self._callers = {place: torch.cuda.current_stream(place) for place in self._streams}
         try:
-            for place, stream in self._streams.items():
-                stream.wait_stream(self._callers[place])
-                torch.cuda.set_stream(stream)
-            torch.cuda.set_device(device)  # ``set_stream`` changes it
-            yield
+            with self.ahead():
+                yield
         finally:
-            callers, self._callers = self._callers, {}
-            for place, stream in self._streams.items():
-                torch.cuda.set_stream(callers[place])
-                callers[place].wait_stream(stream)
-            torch.cuda.set_device(device)
+            self._callers = {}
+            self.catch_up()
             # The next block may be another thread's, whose streams know nothing of this work.
             for stream in self._streams.values():
                 stream.synchronize()
 
     @contextmanager
-    def ahead(self, place: torch.device) -> Iterator[None]:
-        """Let this thread's work on a device inside go into its stream, after what came before.
+    def ahead(self) -> Iterator[None]:
+        """Let this thread's work inside go into these streams, after what came before.
 
-        The caller's stream does not wait for it until ``catch_up``.
-
-        Args:
-            place: the device; nothing happens if it has no stream.
+        The caller's streams do not wait for it until ``catch_up``. Each device needs a stream of
+        its own for that: a copy to another device in the default stream waits for all work on both,
+        and later work on both waits for it.
         """
-        stream = self._streams.get(place)
-        if stream is None:
+        if not self._streams:
             yield
             return
-        device, caller = torch.cuda.current_device(), torch.cuda.current_stream(place)
-        stream.wait_stream(caller)
+        device = torch.cuda.current_device()
+        callers = {place: torch.cuda.current_stream(place) for place in self._streams}
         try:
-            torch.cuda.set_stream(stream)
+            for place, stream in self._streams.items():
+                stream.wait_stream(callers[place])
+                torch.cuda.set_stream(stream)
             torch.cuda.set_device(device)  # ``set_stream`` changes it
             yield
         finally:
-            torch.cuda.set_stream(caller)
+            for caller in callers.values():
+                torch.cuda.set_stream(caller)
             torch.cuda.set_device(device)
 
-    def catch_up(self, place: torch.device) -> None:
-        """Let the caller's further work on a device wait for the work that is ``ahead``.
-
-        Args:
-            place: the device; nothing happens if it has no stream.
-        """
-        stream = self._streams.get(place)
-        if stream is not None:
+    def catch_up(self) -> None:
+        """Let the caller's further work wait for the work in these streams."""
+        for place, stream in self._streams.items():
             torch.cuda.current_stream(place).wait_stream(stream)
 
     def hand_over(self, tensor: Tensor) -> None:

@@ -197,7 +197,7 @@ class Decoding:
         return result
 
     def run_ahead(
-        self, kwargs: dict[str, Any], target: torch.device, backend: Backend | None, ids: Tensor
+        self, kwargs: dict[str, Any], target: torch.device, backend: Backend | None
     ) -> ReplayedCall | None:
         """Replay the recorded pass of a call that is expected to come.
 
@@ -207,7 +207,6 @@ class Decoding:
             kwargs: keyword arguments of the call.
             target: the device of the results.
             backend: as in ``run``.
-            ids: the text so far.
 
         Returns:
             The pass; None if the text is finished, or if there is no recording that can be undone.
@@ -233,8 +232,7 @@ class Decoding:
         recording.replay.run()
         result, state = recording.followed(call, kind), self._findings.state
         contents = () if state is None else state.writes()
-        place = devices.location(ids)
-        return ReplayedCall(result, call, recording, self._version, contents, place)
+        return ReplayedCall(result, call, recording, self._version, contents)
 
     def accepts(self, ahead: ReplayedCall) -> bool:
         """Return whether the model is as it was for a pass ahead; take the pass back otherwise.
@@ -524,8 +522,9 @@ class Decoding:
                 made,
                 self._streams,
                 kept.restore,
+                # a compiler keeps intermediate values that the model rounds: both are inexact
                 lambda used: difference(
-                    recording.collected(call, kind, used), found, _COMPILED_DIFFERS
+                    recording.collected(call, kind, used), found, _COMPILED_DIFFERS, rounded=2
                 ),
             )
             self._findings.note(

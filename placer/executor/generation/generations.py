@@ -220,7 +220,7 @@ class Generations:
         if found is None:
             return None
         assert slot.ahead is not None and slot.streams_ahead is not None
-        slot.streams_ahead.catch_up(found.place)
+        slot.streams_ahead.catch_up()
         if not slot.decoding.accepts(found):
             return None
         for tensor in tensors_without_caches(found.result):
@@ -238,22 +238,19 @@ class Generations:
         elif slot.ahead is not None:
             slot.ahead.forget()
 
-    def _issued_ahead(
-        self, slot: _Slot, kwargs: dict[str, Any], ids: Tensor
-    ) -> ReplayedCall | None:
+    def _issued_ahead(self, slot: _Slot, kwargs: dict[str, Any]) -> ReplayedCall | None:
         """Issue a pass ahead; see ``PassAhead``."""
         if slot.latest is None or self._hooks.runs or not devices.observed():
             return None
         assert slot.streams_ahead is not None
-        place = devices.location(ids)
-        with nothing_held(), self._lock, self._hooks.paused(), slot.streams_ahead.ahead(place):
-            return slot.decoding.run_ahead(kwargs, *slot.latest, ids)
+        with nothing_held(), self._lock, self._hooks.paused(), slot.streams_ahead.ahead():
+            return slot.decoding.run_ahead(kwargs, *slot.latest)
 
     def _taken_back(self, slot: _Slot, call: ReplayedCall) -> None:
         """Undo a pass ahead."""
         assert slot.streams_ahead is not None
         with self._lock, self._hooks.paused():
-            slot.streams_ahead.catch_up(call.place)
+            slot.streams_ahead.catch_up()
             slot.decoding.take_back(call)
 
     def _claim(self, slot: _Slot, cache: Any) -> None:

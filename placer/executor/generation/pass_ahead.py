@@ -61,14 +61,14 @@ class PassAhead:
     An instance is a stopping criterion of transformers.
 
     Args:
-        issue: issues the pass with these keyword arguments for the tokens on this device; returns
-            None if there is no recording for it.
+        issue: issues the pass with these keyword arguments; returns None if there is no recording
+            for it.
         take_back: undoes a pass that was issued.
     """
 
     def __init__(
         self,
-        issue: Callable[[dict[str, Any], Tensor], ReplayedCall | None],
+        issue: Callable[[dict[str, Any]], ReplayedCall | None],
         take_back: Callable[[ReplayedCall], None],
     ) -> None:
         self._issue = issue
@@ -170,7 +170,7 @@ class PassAhead:
             given = {**self._besides, **self._updated}
             inputs = self._prepare(ids, **given)
             full = {**inputs, **self._call_besides}
-            call = self._issue(full, ids)
+            call = self._issue(full)
             if call is not None:
                 self._expected = _Expected(ids, given, inputs, full, call)
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)

@@ -190,7 +190,6 @@ class ReplayedCall:
         recording: its recorded pass.
         version: of the findings about the model then.
         contents: the writes to the model's tensors until then.
-        place: the device of the call's tokens.
     """
 
     result: Any
@@ -198,7 +197,6 @@ class ReplayedCall:
     recording: Recording
     version: int
     contents: Sequence[Any]
-    place: torch.device
 
 
 class Kept:

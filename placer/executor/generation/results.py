@@ -47,18 +47,19 @@ def exchanged(nest: Any, old: Any, new: Any) -> Any:
     return nest
 
 
-def difference(found: Any, expected: Any, message: str) -> str:
+def difference(found: Any, expected: Any, message: str, rounded: int = 1) -> str:
     """Return a message if two results are not equal up to rounding; an empty string if they are.
 
     Args:
         found: a result.
         expected: another one.
         message: what an inequality means.
+        rounded: how many of both are rounded in ways of their own; the tolerance is for one.
     """
     some, others = tensors_without_caches(found), tensors_without_caches(expected)
     if len(some) != len(others):
         return message
-    close = Closeness.for_tensors(others)
+    close = Closeness(rounded * Closeness.for_tensors(others).tolerance)
     unlike = (
         f"{message}: {shown(one, other)}"
         for one, other in zip(some, others, strict=True)

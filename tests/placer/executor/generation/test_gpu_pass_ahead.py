@@ -36,8 +36,8 @@ class Late:
         ahead = devices.SideStreams.ahead
 
         @contextmanager
-        def slow(own: devices.SideStreams, place: torch.device) -> Iterator[None]:
-            with ahead(own, place):
+        def slow(own: devices.SideStreams) -> Iterator[None]:
+            with ahead(own):
                 torch.cuda._sleep(CYCLES)
                 yield
                 self.passes.append(torch.cuda.Event())
