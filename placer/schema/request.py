@@ -21,7 +21,7 @@ from placer.schema.base import (
 )
 from placer.schema.cluster import Cluster, Device
 from placer.schema.options import SolveOptions
-from placer.schema.profile import Edge, Profile
+from placer.schema.profile import Edge, Layer, Profile
 from placer.utils.units import count_text
 
 MOST_CHUNKS_OF_A_STEP = 10_000
@@ -466,20 +466,7 @@ def _refuse_other_passes(prompt: Profile, token: Profile) -> None:
             f"profile {prompt.batch_size}; measure both with as many"
         )
     for layer in token.layers:
-        before = prompt.layers[place[layer.name]]
-        if layer.expert_bytes != before.expert_bytes:
-            raise ValueError(
-                f"token_profile: layer {layer.name!r} has {layer.expert_bytes} bytes of experts, "
-                f"and {before.expert_bytes} in the prompt's profile; measure both passes of one "
-                "model"
-            )
-        if layer.param_bytes != before.param_bytes or layer.buffer_bytes < before.buffer_bytes:
-            raise ValueError(
-                f"token_profile: layer {layer.name!r} has {layer.param_bytes} bytes of parameters "
-                f"and {layer.buffer_bytes} of buffers, in the prompt's profile "
-                f"{before.param_bytes} and {before.buffer_bytes}; parameters must be equal, and "
-                "buffers hold the cache in addition"
-            )
+        _refuse_another_layer(prompt.layers[place[layer.name]], layer)
     for edge in token.edges:
         for target in edge.targets:
             if place[target] <= place[edge.source]:
@@ -487,6 +474,23 @@ def _refuse_other_passes(prompt: Profile, token: Profile) -> None:
                     f"token_profile: the value from {edge.source!r} to {target!r} runs against the "
                     "order of the layers in the prompt's profile; measure both passes in one order"
                 )
+
+
+def _refuse_another_layer(before: Layer, layer: Layer) -> None:
+    """Raise a ValueError if a layer of a one-token pass is not that of the prompt's pass."""
+    if layer.expert_bytes != before.expert_bytes:
+        raise ValueError(
+            f"token_profile: layer {layer.name!r} has {layer.expert_bytes} bytes of experts, "
+            f"and {before.expert_bytes} in the prompt's profile; measure both passes of one "
+            "model"
+        )
+    if layer.param_bytes != before.param_bytes or layer.buffer_bytes < before.buffer_bytes:
+        raise ValueError(
+            f"token_profile: layer {layer.name!r} has {layer.param_bytes} bytes of parameters "
+            f"and {layer.buffer_bytes} of buffers, in the prompt's profile "
+            f"{before.param_bytes} and {before.buffer_bytes}; parameters must be equal, and "
+            "buffers hold the cache in addition"
+        )
 
 
 def _measured_tokens(prompt: Profile, token: Profile) -> int | None:

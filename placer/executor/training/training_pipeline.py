@@ -162,8 +162,6 @@ class TrainingPipeline:
         self.lanes = {place: Lane(place) for place in dict.fromkeys(part.device for part in every)}
         first = [parts[0][pieces[0]].device for pieces in self._pieces]
         self._device_of = [list(self.lanes).index(place) for place in first]
-        # by segment; on each of its replicas, pipelines run one after another
-        self._rounds = [recipe.replication.rounds(place, self.pipelines) for place in first]
         room = recipe.in_flight if len(recipe.in_flight) == len(self._pieces) else None
         self.plan = plan(recipe.schedule, self._device_of, self.chunks, room=room)
         self.stages: list[TrainingStage] = []
@@ -287,6 +285,12 @@ class TrainingPipeline:
         if self.statistics is not None:
             self.statistics.commit()
         gradients.hand_out()
+
+    @cached_property
+    def _rounds(self) -> list[list[list[int]]]:
+        """By segment, the pipelines that run at one time; see ``Replication.rounds``."""
+        places, rounds = list(self.lanes), self.recipe.replication.rounds
+        return [rounds(places[index], self.pipelines) for index in self._device_of]
 
     @cached_property
     def _parts_on(self) -> dict[torch.device, list[int]]:
