@@ -29,6 +29,7 @@ from placer.errors import InputError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.device_map import device_map_set
 from placer.executor.engine.compiled_segments import Backend
+from placer.executor.engine.fill_drain import may_run_by_layer
 from placer.executor.engine.shares import call_sizes
 from placer.executor.generation.calls import attention_of
 from placer.executor.generation.generations import CancelledError, Generations
@@ -426,9 +427,11 @@ class PlacedCalls:
         is_applied = self._placed.hooks.stand
         returned = len(captures[0].exported.outputs.paths) if is_applied else None
         looks = self._repeated.looked_at(issued, self._settings.devices)
-        reading = self._placed.reading(captures)
+        by_layer = not deferred and may_run_by_layer([parts for _, parts in plans])
+        times = len(plans) if by_layer else 1
+        reading = self._placed.reading(captures[0], times)
         with looks if self._can_be_streamed(cut.sizes) else nullcontext(), reading:
-            return call_captured(plans, issued.parts, place, deferred, returned), place
+            return call_captured(plans, issued.parts, place, deferred, returned, by_layer), place
 
     def _run_hooked(
         self,

@@ -208,12 +208,15 @@ class PlacedModel:
         if assignment is not None and assignment.resting:
             self.hooks.resting = RestingWeights(self.module, assignment)
 
-    def reading(self, captures: Sequence[Capture]) -> AbstractContextManager[None]:
-        """Provide the weights that rest on the host to passes through captures' segments."""
+    def reading(self, capture: Capture, times: int = 1) -> AbstractContextManager[None]:
+        """Provide the weights that rest on the host to passes through a capture's segments.
+
+        Args:
+            capture: of the first micro-batch.
+            times: how often each layer runs before the next one.
+        """
         resting = self.hooks.resting
-        if resting is None:
-            return nullcontext()
-        return resting.reading(self._units[captures[0]])
+        return nullcontext() if resting is None else resting.reading(self._units[capture], times)
 
     def plan(self, capture: Capture, pipeline: int = 0) -> Planned:
         """Return the segments of a capture under the map in force, made when first needed.
@@ -326,7 +329,7 @@ class PlacedModel:
         self, plan: Planned, capture: Capture, tensors: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         """Return the result of a call through its segments, and what it left in its inputs."""
-        with self.reading([capture]):
+        with self.reading(capture):
             results = call_captured([plan], [tensors], self._settings.output_device, False)
         return joined(results, [capture.exported], [1], Joining())
 
@@ -362,6 +365,7 @@ def call_captured(
     target: torch.device,
     deferred_batch_norm: bool,
     returned: int | None = None,
+    by_layer: bool = False,
 ) -> list[list[Any]]:
     """Run every micro-batch through its segments.
 
@@ -374,6 +378,8 @@ def call_captured(
         returned: how many of the outputs the model returns. The outputs behind them, which it
             leaves in its inputs, stay where they were made. None to bring all of them to
             ``target``.
+        by_layer: whether each layer whose parameters rest runs for all micro-batches before the
+            next one.
 
     Returns:
         The flattened results of each.
@@ -387,7 +393,7 @@ def call_captured(
         run(pipeline, batches, statistics.gather)
         statistics.commit()
     else:
-        run(pipeline, batches)
+        run(pipeline, batches, by_layer=by_layer)
     results = []
     for (graph, _), batch in zip(plans, batches, strict=True):
         stay = set() if returned is None else {*graph.outputs[returned:]}

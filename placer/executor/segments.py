@@ -165,6 +165,15 @@ class Segment:
         read = {id(tensor) for step in self.steps for tensor in step.reads_state()}
         return [one for step in self.steps for one in step.counters() if id(one) not in read]
 
+    def resting_apart(self) -> list[Segment]:
+        """Return the segment in pieces: each layer whose parameters rest begins one."""
+        pieces: list[Segment] = []
+        for step in self.steps:
+            if not pieces or step.resting is not None:
+                pieces.append(Segment(self.device))
+            pieces[-1].steps.append(step)
+        return pieces
+
     def run(self, values: MicroBatch) -> None:
         """Compute the segment for one micro-batch."""
         for step in self.steps:

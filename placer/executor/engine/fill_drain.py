@@ -35,6 +35,7 @@ def run(
     pipeline: Sequence[Sequence[Segment]],
     batches: Sequence[MicroBatch],
     gather: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+    by_layer: bool = False,
 ) -> None:
     """Run every micro-batch through its segments; all have as many segments.
 
@@ -43,10 +44,15 @@ def run(
             apart). Pipelines may share devices.
         batches: the values of each, which hold the outputs afterwards.
         gather: returns the context in which a segment of this number runs.
+        by_layer: whether each layer whose parameters rest runs for all micro-batches before the
+            next one, so that its parameters are copied once; see ``may_run_by_layer``.
 
     Raises:
         StageError: a layer failed.
     """
+    if by_layer:
+        pieces = [piece for part in pipeline[0] for piece in part.resting_apart()]
+        pipeline = [pieces] * len(batches)
     # One trail for all: passes are issued by one thread, so the last layer entered is the one that
     # fails.
     trail = Trail()
@@ -69,7 +75,7 @@ def run(
             stage.slots.append(Slot(passes={"forward": work}))
         seats.append((engines[places], turns[places]))
         turns[places] += 1
-    for item in _order(pipeline[0], len(batches), gather is not nullcontext):
+    for item in _order(pipeline[0], len(batches), gather is not nullcontext, by_layer):
         engine, turn = seats[item.micro_batch]
         engine.issue(item, turn)
 
@@ -81,12 +87,30 @@ def _compute(
         segment.run(batch)
 
 
-def _order(parts: Sequence[Segment], chunks: int, gathered: bool) -> Iterable[Pass]:
+def may_run_by_layer(pipeline: Sequence[Sequence[Segment]]) -> bool:
+    """Return whether several micro-batches may share the copies of parameters that rest.
+
+    Args:
+        pipeline: the segments of each micro-batch. All need the same, and no state that one layer
+            changes and another one uses.
+    """
+    first = pipeline[0]
+    return (
+        len(pipeline) > 1
+        and all(parts is first for parts in pipeline)
+        and any(step.resting for part in first for step in part.steps)
+        and taken_in_turn([piece for part in first for piece in part.resting_apart()]) is None
+    )
+
+
+def _order(parts: Sequence[Segment], chunks: int, gathered: bool, by_layer: bool) -> Iterable[Pass]:
     """Return the passes in the order of fill-drain, or micro-batch after micro-batch.
 
     The latter where a segment changes state that another one uses: it must not find there what a
-    later micro-batch left.
+    later micro-batch left. By layer, segment after segment.
     """
+    if by_layer:
+        return [Pass(stage, "forward", one) for stage in range(len(parts)) for one in range(chunks)]
     if parts and chunks > 1 and taken_in_turn(parts, gathered) is None:
         return plan("fill-drain", range(len(parts)), chunks, training=False).issue
     stages = range(len(parts))

@@ -217,11 +217,14 @@ class RestingWeights:
         return units
 
     @contextmanager
-    def reading(self, units: Mapping[torch.device, Sequence[Unit]] | None = None) -> Iterator[None]:
+    def reading(
+        self, units: Mapping[torch.device, Sequence[Unit]] | None = None, times: int = 1
+    ) -> Iterator[None]:
         """Run a pass inside the block; the first copies begin at once.
 
         Args:
             units: of a capture; None for a pass through hooks.
+            times: how often each layer runs before the next one.
         """
         self._refuse_gradients()
         used = (self._units if units is None else units).values()
@@ -231,7 +234,7 @@ class RestingWeights:
                 slots.acquire()
                 slots.held = [None] * SLOTS
                 for unit in own:
-                    unit.begin()
+                    unit.begin(times)
                 for unit in own[:SLOTS]:
                     unit.load()
             try:

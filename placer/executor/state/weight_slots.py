@@ -182,7 +182,7 @@ class Unit:
             ]
         self._written: list[int] = []
         self._copy: Copying = None
-        self._left = 0
+        self._left, self._times = 0, 1
 
     def copied(self) -> Mark:
         """Start copying the parameters into the slot; return the mark of the last copy."""
@@ -227,16 +227,20 @@ class Unit:
     def leave(self) -> None:
         """Note that a part of the layer has run; after the last one, fill the slot again."""
         self._left += 1
-        if self._left < self.parts:
+        if self._left < self.parts * self._times:
             return
         self._left = 0
         self.slots.note_read(self.number)
         if self.next is not None:
             self.next.load()
 
-    def begin(self) -> None:
-        """Forget what an earlier pass left half done."""
-        self._left = 0
+    def begin(self, times: int = 1) -> None:
+        """Forget what an earlier pass left half done.
+
+        Args:
+            times: how often the layer runs before the next one.
+        """
+        self._left, self._times = 0, times
 
     def _versions(self) -> list[int]:
         return [*map(devices.write_count, self._parameters)]

@@ -13,10 +13,11 @@ import torch
 from resting_blocks import BLOCKS, Block, make, placed, placement
 from torch import Tensor, nn
 
-from placer import DataFlow, devices
+from placer import BatchOptions, DataFlow, devices
 from placer.devices import tensor_moves
 from placer.errors import InputError, PlacementError
 from placer.executor.segments import Segment, Step
+from placer.executor.state.weight_slots import Unit
 from placer.testing import logical_devices
 
 
@@ -55,6 +56,56 @@ def test_micro_batches_give_the_result_of_the_batch() -> None:
     flow, _, reference = placed("01356", first=3)
     x = torch.randn(6, 8)
     torch.testing.assert_close(flow(x, chunks=3).cpu(), reference(x))
+
+
+@pytest.mark.parametrize("first", [BLOCKS, 3])
+@pytest.mark.parametrize("size", [6, 7])
+def test_micro_batches_share_the_copies_of_a_layer(
+    size: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow, _, reference = placed("01356", first=first)
+    for rows in (6, 7):  # the second size makes the capture general
+        flow(torch.randn(rows, 8), chunks=3)
+    loads, load = [], Unit.load
+
+    def noted(unit: Unit) -> None:
+        loads.append(unit)
+        load(unit)
+
+    monkeypatch.setattr(Unit, "load", noted)
+    x = torch.randn(size, 8)
+    torch.testing.assert_close(flow(x, chunks=3).cpu(), reference(x))
+    assert len(loads) == len(set(loads)) == 5
+
+
+def test_micro_batches_that_change_state_run_one_after_another() -> None:
+    class Counted(nn.Module):
+        """Layers that add to one buffer, and read it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("total", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x) + self.total
+            self.total += x.detach().sum(0)
+            result: Tensor = self.second(x) + self.total
+            return result
+
+    torch.manual_seed(0)
+    model = Counted().eval()
+    reference = copy.deepcopy(model)
+    flow = DataFlow(model, inference_only=True)
+    given = placement("")
+    names = {"first": "cpu:0", "second": "cpu:0"}
+    update = {"layer_devices": names, "resting": dict.fromkeys(names, "host")}
+    flow.update_flow(given.model_copy(update=update))
+    x = torch.randn(6, 8)
+    with torch.no_grad():
+        found = flow(x, chunks=3, batch_options=BatchOptions(verify=False))
+        expected = torch.cat([reference(part) for part in x.split(2)])
+    torch.testing.assert_close(found.cpu(), expected)
 
 
 def test_new_weights_are_copied_in_the_next_call() -> None:
