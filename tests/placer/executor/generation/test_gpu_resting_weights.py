@@ -44,8 +44,8 @@ def test_recorded_passes_copy_pinned_weights(first: int) -> None:
 def test_a_call_gives_the_result_of_one_gpu(first: int) -> None:
     flow, reference = _flow(first)
     with torch.no_grad():
-        for seed in (1, 2, 3, 4):
-            found = flow(input_ids=_ids(seed), use_cache=False).logits
+        for seed, chunks in ((1, 1), (2, 1), (3, 2), (4, 2), (5, 1)):
+            found = flow(input_ids=_ids(seed), use_cache=False, chunks=chunks).logits
             expected = reference(input_ids=_ids(seed), use_cache=False).logits
             torch.testing.assert_close(found, expected)
     flow.undo()
