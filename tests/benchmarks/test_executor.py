@@ -707,4 +707,5 @@ def test_the_prediction_of_a_sharded_step_has_a_row(part):
         "training step": 10.0,
         "training step, as predicted": 11.0,
         "relative error of that prediction": pytest.approx(0.1),
+        "turns of each engine": 3,
     }
