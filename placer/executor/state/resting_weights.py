@@ -146,7 +146,11 @@ class RestingWeights:
         place: torch.device,
     ) -> None:
         """Add the unit of a layer, and its modules."""
-        paths = [path for path in module_paths(layer) if any(_is_in(name, path) for name in names)]
+        paths = [
+            path
+            for path in dict.fromkeys(module_paths(layer))
+            if any(_is_in(name, path) for name in names)
+        ]
         number = len(self._units[place]) % SLOTS
         own = [parameters[name] for name in names]
         unit = Unit(own, self._slots[place], number, len(paths), self._files, self._chosen)
