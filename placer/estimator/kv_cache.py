@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from placer.errors import InputError
 from placer.estimator.meta_models import made_on_meta, meta_copy
-from placer.schema.base import module_paths
+from placer.schema.base import is_part, module_paths
 
 
 class CacheLayer(NamedTuple):
@@ -162,7 +162,7 @@ def layer_of(module: str, layers: Sequence[str]) -> str:
     best, depth = None, -1
     for layer in layers:
         for path in module_paths(layer):
-            if (module == path or module.startswith(f"{path}.")) and len(path) > depth:
+            if is_part(module, path) and len(path) > depth:
                 best, depth = layer, len(path)
             elif inside is None and path.startswith(f"{module}."):
                 inside = layer

@@ -38,11 +38,6 @@ def modules_of(layer: str) -> list[str]:
     return ["" if path == WHOLE else path for path in module_paths(layer)]
 
 
-def is_part(module: str, of: str) -> bool:
-    """Return whether a module is another module or inside it; ``""`` is the model itself."""
-    return not of or module == of or module.startswith(f"{of}.")
-
-
 def is_number(name: str) -> bool:
     """Return whether the name of a module is its number in a list."""
     return name.isdecimal() and len(name) <= _MOST_DIGITS

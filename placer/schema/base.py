@@ -309,6 +309,11 @@ def module_paths(layer: str) -> list[str]:
     return [call.partition("@")[0] for call in layer.split(MERGED)]
 
 
+def is_part(name: str, of: str) -> bool:
+    """Return whether a dotted name is another or names a part of it; all are parts of ``""``."""
+    return not of or name == of or name.startswith(f"{of}.")
+
+
 def paths_around(path: str, most_steps: int = -1) -> list[str]:
     """Return the paths of the modules around a module, innermost first; the model's is ``""``.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from placer.errors import PlacementError
-from placer.schema.base import WHOLE, FormatName, Wire, module_paths, paths_around
+from placer.schema.base import WHOLE, FormatName, Wire, is_part, module_paths, paths_around
 
 Place = int | str
 """A device in accelerate's format: a GPU's index, or another device's name."""
@@ -185,9 +185,5 @@ def _refuse_cuts(model: Any, found: Mapping[str, str], places: Mapping[str, set[
 
 def _inside(path: str, found: Mapping[str, str]) -> dict[str, str]:
     """Return for each device the first mapped module at or below a path."""
-    inside = [
-        (name, place)
-        for name, place in found.items()
-        if name == path or name.startswith(f"{path}.")
-    ]
+    inside = [(name, place) for name, place in found.items() if is_part(name, path)]
     return {place: name for name, place in reversed(inside)}

@@ -70,8 +70,3 @@ def names_in(nest: Any, name: str = "") -> str:
     if not any(found):
         return "no values that have a name"
     return ", ".join(found[:MAX_NAMES]) + (", ..." if len(found) > MAX_NAMES else "")
-
-
-def is_below(name: str, above: str) -> bool:
-    """Return whether a name is another one or names a part of it; every name is below ``""``."""
-    return not above or name == above or name.startswith(f"{above}.")

@@ -13,8 +13,8 @@ from placer.exports.format import Format
 from placer.exports.path_table import MAX_DEPTH
 from placer.exports.plan import Plan
 from placer.exports.python_data import python_data
-from placer.exports.units import Unit, is_part, modules_of
-from placer.schema.base import paths_around
+from placer.exports.units import Unit, modules_of
+from placer.schema.base import is_part, paths_around
 from placer.schema.faults import nearest
 from placer.utils.units import count_text
 

@@ -43,21 +43,18 @@ def check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> No
 
 def _check_numbers(rules: Constraints, used: Counter[str]) -> None:
     """Refuse numbers of devices, or of layers on a device, that break a rule."""
-    if rules.max_devices is not None:
-        require(
-            len(used) <= rules.max_devices,
-            f"{len(used)} devices are used, {rules.max_devices} are allowed",
-        )
-    if rules.min_devices is not None:
-        require(
-            len(used) >= rules.min_devices,
-            f"{len(used)} devices are used, {rules.min_devices} are demanded",
-        )
+    check_used(rules, len(used))
     for device, held in used.items() if rules.max_layers is not None else ():
         require(
             held <= (rules.max_layers or 0),
             f"{device!r} holds {held} layers, {rules.max_layers} are allowed",
         )
+
+
+def check_used(rules: Constraints, count: int) -> None:
+    """Raise unless so many devices may be used."""
+    least, most = rules.min_devices or 1, rules.max_devices or count
+    require(least <= count <= most, f"{count} devices are used, {least} to {most} are allowed")
 
 
 def _check_links(request: PlacementRequest, where: Where) -> None:
