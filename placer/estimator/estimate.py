@@ -38,7 +38,7 @@ from placer.schema.base import module_paths, paths_around
 from placer.schema.options import combined
 from placer.utils.dtypes import as_dtype
 from placer.utils.garbage_collection import paused_collection
-from placer.utils.units import bytes_text
+from placer.utils.units import bytes_text, listed
 
 __all__ = ["estimate"]
 
@@ -261,10 +261,9 @@ def _left_out(module: nn.Module, profile: Profile) -> Iterator[str]:
     missing = whole - sum(layer.param_bytes for layer in profile.layers)
     unused = _unused_modules(module, profile)
     if missing > 0 and unused:
-        names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
         yield (
             f"{bytes_text(missing)} of parameters are left out, because the model does not run"
-            f" {names} with these inputs; give inputs with which it does"
+            f" {listed(unused, 3)} with these inputs; give inputs with which it does"
         )
 
 
