@@ -45,9 +45,17 @@ from placer.schema import (
 from placer.schema.base import FormatName
 from placer.schema.export import Export
 from placer.schema.graph import ProfileRequest
-from placer.schema.service import MAX_REQUESTS
 
 from . import errors
+from .bodies import (
+    EncodedFields,
+    batch_body,
+    batches_of,
+    body_of,
+    encoded_fields,
+    joint_fields,
+    request_fields,
+)
 from .exchange import NOTHING_SENT, RETRIED, Call, Exchange, Pause, Sender
 
 # Seconds that one request waits for an answer, less than the timeouts of common proxies.
@@ -59,15 +67,7 @@ MEASUREMENT_S = 300.0
 # Seconds that an estimate may take, which the service limits to 60.
 ESTIMATE_S = 60.0
 
-# Largest total size of a batch's questions in bytes, with shared fields counted for each. A service
-# accepts 16 MiB by default. It checks about 7 MB of expanded questions per second, which must take
-# less than the client's timeout.
-BATCH_BYTES = 15 * 2**20
-
 Map = Mapping[str, str]
-
-# Fields of a question, with the value of each as JSON.
-_EncodedFields = dict[str, str]
 
 Wire = TypeVar("Wire", bound=BaseModel)
 
@@ -100,7 +100,7 @@ class Endpoints(Sender):
         Otherwise a proxy with a timeout shorter than the solve would stop it again and again.
         """
         deadline = _Deadline(wait)
-        ask = partial(_polling_call, "POST", "/v1/placements", deadline, _body(request))
+        ask = partial(_polling_call, "POST", "/v1/placements", deadline, body_of(request))
 
         def follow(progress: Progress) -> Call:
             call = _polling_call("GET", _placement_path(progress.id), deadline, accepted=True)
@@ -115,7 +115,7 @@ class Endpoints(Sender):
         The answer needs the models, so the request itself is repeated.
         """
         deadline = _Deadline(wait)
-        body = json.dumps(_joint_fields(request)).encode()
+        body = json.dumps(joint_fields(request)).encode()
         ask = partial(_polling_call, "POST", "/v1/placements:together", deadline, body)
 
         def follow(_: Progress) -> Call:
@@ -126,7 +126,7 @@ class Endpoints(Sender):
 
     def submit(self, request: PlacementRequest) -> Exchange[Placement | Progress]:
         """Request a placement, and return at once."""
-        reply = yield from self.send(Call("POST", "/v1/placements?wait=0", _body(request)))
+        reply = yield from self.send(Call("POST", "/v1/placements?wait=0", body_of(request)))
         return (
             self.read(Progress, reply) if reply.status_code == 202 else self.read(Placement, reply)
         )
@@ -144,8 +144,8 @@ class Endpoints(Sender):
             )
         deadline = _Deadline(wait)
         found: dict[int, Placement | PlacerError] = {}
-        questions = [_encoded_fields(request) for request in requests]
-        batches = _batches(questions)
+        questions = [encoded_fields(request) for request in requests]
+        batches = batches_of(questions)
         while batches:
             numbers = batches.pop(0)
             try:
@@ -165,7 +165,7 @@ class Endpoints(Sender):
 
     def _batch(
         self,
-        questions: Sequence[_EncodedFields],
+        questions: Sequence[EncodedFields],
         numbers: list[int],
         found: dict[int, Placement | PlacerError],
         deadline: _Deadline,
@@ -185,13 +185,13 @@ class Endpoints(Sender):
 
     def _batch_once(
         self,
-        questions: Sequence[_EncodedFields],
+        questions: Sequence[EncodedFields],
         numbers: list[int],
         found: dict[int, Placement | PlacerError],
         deadline: _Deadline,
     ) -> Exchange[dict[int, float]]:
         """Send a batch once, and return the pause in seconds of each question to repeat."""
-        content = _batch_body([questions[number] for number in numbers])
+        content = batch_body([questions[number] for number in numbers])
         reply = yield from self.send(
             _polling_call("POST", "/v1/placements:batch", deadline, content)
         )
@@ -263,7 +263,7 @@ class Endpoints(Sender):
         if format is not None:
             content["format"] = format
         if request is not None:
-            content["request"] = _request_fields(request)
+            content["request"] = request_fields(request)
         parameters = [f"id={_quoted(key)}"] if key is not None else []
         parameters += ["best=true"] if best else []
         query = f"?{'&'.join(parameters)}" if parameters else ""
@@ -280,7 +280,7 @@ class Endpoints(Sender):
             "maps": {name: _layer_map(where) for name, where in maps.items()}
         }
         if request is not None:
-            content["request"] = _request_fields(request)
+            content["request"] = request_fields(request)
         query = "?" + "&".join(f"id={_quoted(one)}" for one in ids) if ids else ""
         return (yield from self._post(Comparison, f"/v1/placements:compare{query}", content))
 
@@ -533,71 +533,3 @@ def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
         f" {found}. It continues: get it later with placement({progress.id!r}), or end it with the"
         f" best so far with stop({progress.id!r})"
     )
-
-
-def _request_fields(request: PlacementRequest) -> dict[str, Any]:
-    """Return the request without defaults, but with its schema versions."""
-    if not isinstance(request, PlacementRequest):
-        raise InputError(
-            f"the request is {kind_of(request)}; give a placer.PlacementRequest(profile=profile)"
-        )
-    return {**_versioned(request, "profile"), "profile": _versioned(request.profile)}
-
-
-def _joint_fields(request: JointRequest) -> dict[str, Any]:
-    """Return the request without defaults, but with its schema versions."""
-    if not isinstance(request, JointRequest):
-        raise InputError(
-            f"the request is {kind_of(request)}; give a placer.schema.JointRequest(models=...)"
-        )
-    models = {
-        name: {**_set_fields(model, "profile"), "profile": _versioned(model.profile)}
-        for name, model in request.models.items()
-    }
-    return {**_versioned(request, "models"), "models": models}
-
-
-def _versioned(wire: PlacementRequest | JointRequest | Profile, *left_out: str) -> dict[str, Any]:
-    """Return the fields that are set, and the schema version, which other versions read first."""
-    return {**_set_fields(wire, *left_out), "schema_version": wire.schema_version}
-
-
-def _set_fields(wire: BaseModel, *left_out: str) -> dict[str, Any]:
-    return wire.model_dump(mode="json", exclude_defaults=True, exclude={*left_out})
-
-
-def _body(request: PlacementRequest) -> bytes:
-    return json.dumps(_request_fields(request)).encode()
-
-
-def _encoded_fields(request: PlacementRequest) -> _EncodedFields:
-    return {name: json.dumps(value) for name, value in _request_fields(request).items()}
-
-
-def _batches(questions: Sequence[_EncodedFields]) -> list[list[int]]:
-    """Return the indices of the questions that are sent together."""
-    batches: list[list[int]] = []
-    left_bytes = 0
-    for number, question in enumerate(questions):
-        size_bytes = sum(map(len, question.values()))
-        if not batches or len(batches[-1]) == MAX_REQUESTS or size_bytes > left_bytes:
-            batches.append([])
-            left_bytes = BATCH_BYTES
-        batches[-1].append(number)
-        left_bytes -= size_bytes
-    return batches
-
-
-def _batch_body(questions: Sequence[_EncodedFields]) -> bytes:
-    """Return the body of a batch, with common fields in ``shared``."""
-    first, rest = questions[0], questions[1:]
-    shared = {
-        name: text for name, text in first.items() if all(one.get(name) == text for one in rest)
-    }
-    own = ({name: text for name, text in one.items() if name not in shared} for one in questions)
-    requests = ", ".join(map(_json_object, own))
-    return f'{{"shared": {_json_object(shared)}, "requests": [{requests}]}}'.encode()
-
-
-def _json_object(fields: _EncodedFields) -> str:
-    return f"{{{', '.join(f'{json.dumps(name)}: {text}' for name, text in fields.items())}}}"

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ STAND_INS = 2
 sgd = partial(torch.optim.SGD, lr=1e-3)
 """The optimizer of all training cases; the large one has its own."""
 Loss = Callable[[Tensor, Tensor], Tensor]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,14 @@ def is_small() -> bool:
     return not on_gpus() or bool(os.environ.get("PLACER_EXECUTOR_TINY"))
 
 
+def sized(small: Value, full: Value) -> Value:
+    """Return the value for the present size.
+
+    Asked for when it is needed, since what a module fixes when it is imported stays at that size.
+    """
+    return small if is_small() else full
+
+
 def places(count: int | None = None) -> list[torch.device]:
     """Return the first ``count`` GPUs, all of them if None, or CPU stand-ins."""
     if not on_gpus():
@@ -105,7 +115,7 @@ def prepare() -> None:
 
 def training(name: str) -> Training:
     """Return a case by its name: ``resnet101``, ``gpt`` or ``unet``."""
-    return (SMALL if is_small() else FULL)[name]
+    return sized(SMALL, FULL)[name]
 
 
 def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -25,8 +25,6 @@ from .stream import ALONE
 PREFIX = "compile-"
 NAMES = ("resnet101", "unet", "gpt", tutorial_resnet50.CASE)
 DEVICES = 2
-CHUNKS = {tutorial_resnet50.CASE: tutorial_resnet50.FASTEST}
-"""Numbers of micro-batches that are tried, where it is not 4 alone."""
 SPEEDUPS = {tutorial_resnet50.CASE: 1.7}
 """Over eager PyTorch on one device, what is asked for without the compiler too, where it is not
 1.85."""
@@ -38,7 +36,7 @@ REFINED = "compiled, refined"
 
 def training(name: str) -> Training:
     """Return the case with one of ``NAMES``."""
-    return tutorial_resnet50.TRAINING if name == tutorial_resnet50.CASE else cases.training(name)
+    return tutorial_resnet50.training() if name == tutorial_resnet50.CASE else cases.training(name)
 
 
 def measure(case: Training) -> Iterator[Sample]:
@@ -55,7 +53,7 @@ def measure(case: Training) -> Iterator[Sample]:
     model, batch = case.model(cases.home()), case.batch(cases.home())
     profiles: dict[int, Profile] = {}
     contenders = []
-    for chunks in CHUNKS.get(case.name, (4,)):
+    for chunks in case.chunks if case.name == tutorial_resnet50.CASE else (4,):
         prepared = attempt(name, "ours", 0, 0, partial(_profile, profiles, model, batch, chunks))
         if prepared.failed:
             yield prepared

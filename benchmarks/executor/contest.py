@@ -16,12 +16,6 @@ import torch
 from . import timing
 from .sample import NOT_RUN, Sample, reason, release
 
-ROUNDS = timing.REPEATS
-"""Turns of each engine; the value is their median."""
-
-ALONE = min(3, timing.REPEATS)
-"""Steps by whose time the length of an engine's rows is chosen."""
-
 Ready = Callable[[], AbstractContextManager[Callable[[], Any]]]
 """Makes a step ready, and gives back the memory that it needs beside the model."""
 
@@ -64,13 +58,18 @@ def here(engine: str, places: Sequence[torch.device], chunks: int, ready: Ready)
 
     def turn() -> float:
         with ready() as step:
-            for _ in range(timing.WARM_UPS):
+            for _ in range(timing.repetitions().warm_ups):
                 step()
             if not known:
-                known.append(timing.row_of(timing.steps(step, places, ALONE)["step_ms"]))
+                known.append(timing.row_of(timing.steps(step, places, alone())["step_ms"]))
             return timing.row(step, partial(timing.wait, places), known[0])
 
     return Contender(engine, len(places), chunks, turn)
+
+
+def alone() -> int:
+    """Return the number of steps by whose time the length of an engine's rows is chosen."""
+    return min(3, timing.repetitions().repeats)
 
 
 PACKAGES = {"torchgpipe": "torchgpipe", "accelerate": "accelerate"}
@@ -130,14 +129,18 @@ def staying(ready: Ready) -> Ready:
     return again
 
 
-def alternate(case: str, contenders: Sequence[Contender], rounds: int = ROUNDS) -> Iterator[Sample]:
+def alternate(
+    case: str, contenders: Sequence[Contender], rounds: int | None = None
+) -> Iterator[Sample]:
     """Yield the sample of each engine after ``rounds`` turns; every other round runs backwards.
 
     Args:
         case: the case that they run.
         contenders: the engines; an engine that fails has no further turns and no times.
-        rounds: the number of turns of each engine.
+        rounds: the number of turns of each engine, whose median is the value; None for the usual
+            one.
     """
+    rounds = timing.repetitions().repeats if rounds is None else rounds
     times: list[list[float]] = [[] for _ in contenders]
     failed: dict[int, str] = {}
     longest = 0.0
@@ -158,7 +161,9 @@ def alternate(case: str, contenders: Sequence[Contender], rounds: int = ROUNDS) 
         yield contender.sample(case, times[index], failed.get(index, ""))
 
 
-def one_by_one(case: str, contenders: list[Contender], rounds: int = ROUNDS) -> Iterator[Sample]:
+def one_by_one(
+    case: str, contenders: list[Contender], rounds: int | None = None
+) -> Iterator[Sample]:
     """Yield the sample of each engine, which has all its turns and all memory to itself.
 
     This is for engines that do not fit in memory together.
@@ -166,7 +171,7 @@ def one_by_one(case: str, contenders: list[Contender], rounds: int = ROUNDS) -> 
     Args:
         case: what they run.
         contenders: the engines; each leaves the list after its turns and so frees its memory.
-        rounds: the number of turns of each engine.
+        rounds: the number of turns of each engine; None for the usual one.
     """
     while contenders:
         yield from alternate(case, [contenders.pop(0)], rounds)

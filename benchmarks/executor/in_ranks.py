@@ -79,10 +79,10 @@ def row(here: Here, key: str) -> float:
     """
     runner: Runner = here.kept[key]
     runner.wake()
-    for _ in range(timing.WARM_UPS):
+    for _ in range(timing.repetitions().warm_ups):
         runner.step()
     if runner.count is None:
-        alone = [timing.row(runner.step, here.meet, 1) for _ in range(contest.ALONE)]
+        alone = [timing.row(runner.step, here.meet, 1) for _ in range(contest.alone())]
         agreed = torch.tensor(timing.row_of(alone), device=here.home)
         distributed.broadcast(agreed, src=0)  # all processes run the same number of steps
         runner.count = int(agreed)

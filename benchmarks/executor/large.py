@@ -100,8 +100,13 @@ def _batch(place: torch.device) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(-1, dims=1)
 
 
-adam = partial(torch.optim.Adam, lr=1e-4 if cases.is_small() else 1e-5, fused=cases.on_gpus())
-"""Fused on GPUs, where it makes no copies of the weights; a wide model learns in small steps."""
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Adam:
+    """Return the optimizer.
+
+    It is fused on GPUs, where it makes no copies of the weights; a wide model learns in small
+    steps.
+    """
+    return torch.optim.Adam(parameters, lr=cases.sized(1e-4, 1e-5), fused=cases.on_gpus())
 
 
 def _eager() -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -29,9 +29,6 @@ from .contest import Contender, Ready
 from .sample import release
 
 ENGINE = "ours"
-SOLVER_S = 2.0 if cases.is_small() else 20.0
-"""The solver's time for one placement."""
-
 SHARE = 0.3
 """The share of a GPU's memory that a step may keep between its turns."""
 
@@ -171,7 +168,7 @@ def _behind(
         losses = [step().item() for _ in range(COMPARED)]
         used.forget_peak()
         alone = timing.steps(step, places)
-        for _ in range(timing.SHORTEST_ROW):  # consecutive steps overlap
+        for _ in range(timing.repetitions().shortest_row):  # consecutive steps overlap
             step()
         timing.wait(places)
         stages = [stage for pipeline in step.func.pipelines for stage in pipeline.stages]
@@ -226,7 +223,7 @@ def placed(found: Profile, count: int, chunks: int) -> Placement:
             chunks=chunks,
             schedule="1f1b",
             transfers="overlapped",
-            time_limit_s=SOLVER_S,
+            time_limit_s=_solver_s(),
         )
     )
 
@@ -243,8 +240,13 @@ def question(profiles: Sequence[Profile], count: int, size: int) -> PlacementReq
         schedule="auto",
         replicas="auto",
         constraints=Constraints(contiguous=True),
-        time_limit_s=SOLVER_S,
+        time_limit_s=_solver_s(),
     )
+
+
+def _solver_s() -> float:
+    """Return the solver's time limit for one placement."""
+    return cases.sized(2.0, 20.0)
 
 
 def _step_ms(placement: Placement) -> float:

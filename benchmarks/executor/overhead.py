@@ -23,7 +23,6 @@ from .contest import Contender
 from .sample import Sample
 
 CASE = "overhead"
-IN_A_ROW = 2 if cases.is_small() else 20
 
 
 def measure() -> Iterator[Sample]:
@@ -55,11 +54,16 @@ def measure() -> Iterator[Sample]:
 _of = copy.deepcopy
 
 
+def _batches() -> int:
+    """Return the number of batches in a stream."""
+    return cases.sized(2, 20)
+
+
 def _contender(engine: str, make: Callable[[], Callable[[], Any]]) -> Contender:
     made = contest.here(engine, cases.places(1), 1, contest.kept(lambda: (make(), lambda: None)))
     if engine.endswith("stream"):
         turn = made.turn
-        made.turn = lambda: turn() / IN_A_ROW
+        made.turn = lambda: turn() / _batches()
     return made
 
 
@@ -82,7 +86,7 @@ def _streamed(flow: DataFlow, inputs: Tensor) -> Callable[[], Any]:
 
     def run() -> None:
         with torch.no_grad():
-            for _ in flow.stream([inputs] * IN_A_ROW):
+            for _ in flow.stream([inputs] * _batches()):
                 pass
 
     return run
@@ -148,7 +152,7 @@ def _graph(
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        for _ in range(1 + timing.WARM_UPS):
+        for _ in range(1 + timing.repetitions().warm_ups):
             work()
     torch.cuda.synchronize()
     before()

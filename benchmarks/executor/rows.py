@@ -26,6 +26,7 @@ from .figures import (
     Row,
     at_full_size,
     best,
+    by_devices,
     failures,
     memory_row,
     of_case,
@@ -236,20 +237,21 @@ def _sharded_label(name: str) -> str:
 
 
 def _sharded(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
-    """Yield FSDP2's step, and the error of its prediction."""
-    for count in sorted({sample.beside for sample in samples}, reverse=True):
-        mine = [sample for sample in samples if sample.beside == count]
-        case, found = f"{_sharded_label(name)}, {count} devices", best(mine, replicas.FSDP2, count)
-        if found is not None:
-            step_ms, predicted_ms = time_of(found), time_of(found, "predicted_ms")
-            assert step_ms is not None
-            yield row_of(case, "training step", found.values["step_ms"])
-            yield row(case, "training step, as predicted", "ms", rounded(predicted_ms))
-            if predicted_ms is not None:
-                error, wanted = abs(predicted_ms / step_ms - 1), at_full_size(PREDICTED)
-                measure = "relative error of that prediction"
-                yield row(case, measure, "", rounded(error), target=wanted)
-        yield from failures(case, mine)
+    """Yield rows by number of devices: FSDP2's step, and the error of its prediction."""
+    return by_devices(_sharded_label(name), "training step", samples, _sharded_step)
+
+
+def _sharded_step(case: str, samples: Sequence[Sample], count: int) -> Iterator[Row]:
+    found = best(samples, replicas.FSDP2, count)
+    if found is None:
+        return
+    step_ms, predicted_ms = time_of(found), time_of(found, "predicted_ms")
+    assert step_ms is not None
+    yield row_of(case, "training step", found.values["step_ms"])
+    yield row(case, "training step, as predicted", "ms", rounded(predicted_ms))
+    if predicted_ms is not None:
+        error, wanted = abs(predicted_ms / step_ms - 1), at_full_size(PREDICTED)
+        yield row(case, "relative error of that prediction", "", rounded(error), target=wanted)
 
 
 def _compiled(

@@ -36,12 +36,6 @@ ALONE = "torch.compile"
 EAGER = "eager"
 ENGINES = (ours.ENGINE, tutorial.ENGINE, DISPATCH)
 """Eager PyTorch on one device always takes part beside them."""
-LONG = 2 if cases.is_small() else 8
-"""Batches in a stream for each device, at the least: filling and draining devices is no part of the
-time of a batch."""
-PIECES = (2,) if cases.is_small() else (2, 4, 8)
-WHOLE = (1,) if cases.is_small() else (1, 2)
-"""The sizes for who runs one device after another, and so gains nothing by smaller ones."""
 TRIED = 2
 """Of our sizes, those that are run for each number of devices: the fastest by prediction."""
 GRANULARITY = "fine"
@@ -64,13 +58,16 @@ def measure(case: Training, count: int, engines: Sequence[str]) -> Iterator[Samp
     name, model = PREFIX + case.name, _model(case)
     engines, missing = contest.installed(name, count, engines)
     yield from missing
+    divisors = _divisors()
+    # An engine that runs one device after another gains nothing by smaller batches.
+    whole = cases.sized((1,), (1, 2))
     makers: dict[str, Callable[[], list[Contender]]] = {
         EAGER: lambda: [
-            _contender(EAGER, case, 1, pieces, _one_by_one(model)) for pieces in (1, *PIECES)
+            _contender(EAGER, case, 1, pieces, _one_by_one(model)) for pieces in (1, *divisors)
         ],
         ours.ENGINE: partial(_ours, case, model, count),
-        tutorial.ENGINE: lambda: [_split(case, count, pieces) for pieces in PIECES],
-        DISPATCH: lambda: [_dispatched(case, count, pieces) for pieces in WHOLE],
+        tutorial.ENGINE: lambda: [_split(case, count, pieces) for pieces in divisors],
+        DISPATCH: lambda: [_dispatched(case, count, pieces) for pieces in whole],
     }
     yield from _contest(
         name, {engine: make for engine, make in makers.items() if engine in (EAGER, *engines)}
@@ -87,7 +84,7 @@ def compiled(case: Training, count: int, backend: str) -> Iterator[Sample]:
     """
     cases.prepare()
     name, model = COMPILED + case.name, _model(case)
-    sizes = PIECES[:2]
+    sizes = _divisors()[:2]
     placements: list[Placement] = []
 
     def placed(engine: str, compile: str | bool) -> list[Contender]:
@@ -144,7 +141,7 @@ def _contender(
 
     def turn() -> float:
         with torch.no_grad():
-            alone = [once(2) for _ in range(timing.WARM_UPS)]
+            alone = [once(2) for _ in range(timing.repetitions().warm_ups)]
             if not rounds:
                 rounds.append(max(shortest, timing.row_of(alone[-1:])))
             return once(rounds[0])
@@ -158,17 +155,23 @@ def _ours(case: Training, model: nn.Module, count: int) -> list[Contender]:
     return [_streamed(ours.ENGINE, case, model, placement, count) for placement in placements]
 
 
+def _divisors() -> tuple[int, ...]:
+    """Return the numbers of batches that the case's batch is cut into."""
+    return cases.sized((2,), (2, 4, 8))
+
+
 def _profiles(case: Training, model: nn.Module, count: int) -> list[Profile]:
     """Return the profile of every batch size, for a model on the host, as a user's model is."""
     inputs = case.batch(cases.home())[0].cpu()
+    sizes = [len(inputs) // pieces for pieces in _divisors()]
     return profile(
         copy.deepcopy(model).cpu(),
-        inputs[: len(inputs) // min(PIECES)],
+        inputs[: max(sizes)],
         [str(place) for place in cases.places(count)],
         training=False,
         granularity=GRANULARITY,
         progress=False,
-        batch_sizes=[len(inputs) // pieces for pieces in PIECES],
+        batch_sizes=sizes,
     )
 
 
@@ -219,7 +222,9 @@ def _streamed(
             "compiled_segments": [float(len(flow.compiled))],
         }
 
-    made = _contender(engine, case, count, placement.chunks, run, LONG * count)
+    # Filling and draining the devices is no part of the time of a batch.
+    shortest = count * cases.sized(2, 8)
+    made = _contender(engine, case, count, placement.chunks, run, shortest)
     return made
 
 

@@ -15,14 +15,13 @@ from . import cases, timing
 from .sample import Sample, attempt
 
 CASE = "switching"
-REPEATS = 3 if cases.is_small() else 21
 
 
 def measure() -> Iterator[Sample]:
     """Yield samples of both kinds of ``update_flow``."""
     count = len(cases.places())
-    yield attempt(CASE, "clones", count, 1, lambda: clones(100, 32 if cases.is_small() else 256))
-    yield attempt(CASE, "moves", count, 1, lambda: moves(60, 64 if cases.is_small() else 2048))
+    yield attempt(CASE, "clones", count, 1, lambda: clones(100, cases.sized(32, 256)))
+    yield attempt(CASE, "moves", count, 1, lambda: moves(60, cases.sized(64, 2048)))
 
 
 def clones(layers: int, width: int) -> dict[str, list[float]]:
@@ -31,8 +30,9 @@ def clones(layers: int, width: int) -> dict[str, list[float]]:
     flow = DataFlow(model, _names(), inference_only=True, enable_clone=True).eval()
     maps = _maps(layers, len(cases.places()))
     values: dict[str, list[float]] = {"switch_ms": [], "update_flow_ms": []}
+    warm_ups = timing.repetitions().warm_ups
     with torch.no_grad():
-        for index in range(timing.WARM_UPS + REPEATS):
+        for index in range(warm_ups + cases.sized(3, 21)):
             flow.layer_gpus.update(zip(flow.layer_gpus, maps[index % 2], strict=True))
             timing.wait(cases.places())
             began = perf_counter()
@@ -42,7 +42,7 @@ def clones(layers: int, width: int) -> dict[str, list[float]]:
             timing.wait(cases.places())
             first = 1e3 * (perf_counter() - began)
             steady = median(timing.steps(lambda: flow(x), cases.places(), 3)["step_ms"])
-            if index >= timing.WARM_UPS:
+            if index >= warm_ups:
                 values["switch_ms"].append(first - steady)
                 values["update_flow_ms"].append(updated)
     return values
@@ -55,14 +55,14 @@ def moves(layers: int, width: int) -> dict[str, list[float]]:
     places = len(cases.places())
     forwards = [layer * places // layers for layer in range(layers)]
     maps = [forwards, [(place + 1) % places for place in forwards]]
-    times = []
-    for index in range(timing.WARM_UPS + timing.REPEATS):
+    times, usual = [], timing.repetitions()
+    for index in range(usual.warm_ups + usual.repeats):
         flow.layer_gpus.update(zip(flow.layer_gpus, maps[index % 2], strict=True))
         timing.wait(cases.places())
         began = perf_counter()
         flow.update_flow()
         timing.wait(cases.places())
-        if index >= timing.WARM_UPS:
+        if index >= usual.warm_ups:
             times.append(1e3 * (perf_counter() - began))
     gigabytes = sum(item.numel() * item.element_size() for item in model.parameters()) / 1e9
     return {"move_ms": times, "gigabytes": [gigabytes]}

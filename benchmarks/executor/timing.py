@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -18,28 +19,53 @@ from placer import devices
 
 from . import cases
 
-WARM_UPS, REPEATS = (1, 2) if cases.is_small() else (4, 7)
-"""Placer's third step records the passes, for up to nine seconds with four replicas."""
 
-ROW_S, SHORTEST_ROW = (0.0, 2) if cases.is_small() else (1.5, 5)
-"""How long a row of steps lasts in seconds, and its fewest steps.
+@dataclass(frozen=True)
+class Repetitions:
+    """How often steps are repeated.
 
-A loop fills the devices once and drains them once: of five steps of ResNet-101 on two H100s, a step
-107.4 ms by the events of each, that made 110.3. Clocks at the power limit swing about once a
-second; rows are repeated over that. """
+    Attributes:
+        warm_ups: steps before the first that is timed. Placer's third step records the passes, for
+            up to nine seconds with four replicas.
+        repeats: timed steps, or turns of an engine.
+        row_s: how long consecutive steps last in seconds. Clocks at the power limit swing about
+            once a second, and rows of steps last longer than that.
+        shortest_row: the fewest consecutive steps. A loop fills and drains the devices once: with
+            five steps of ResNet-101 on two H100s, of 107.4 ms each, it took 110.3 ms a step.
+    """
+
+    warm_ups: int
+    repeats: int
+    row_s: float
+    shortest_row: int
+
+
+TINY = Repetitions(warm_ups=1, repeats=2, row_s=0.0, shortest_row=2)
+FULL = Repetitions(warm_ups=4, repeats=7, row_s=1.5, shortest_row=5)
+
+
+def repetitions() -> Repetitions:
+    """Return the repetitions for the present size."""
+    return cases.sized(TINY, FULL)
 
 
 def steps(
-    step: Callable[[], Any], places: Sequence[torch.device], repeats: int = REPEATS
+    step: Callable[[], Any], places: Sequence[torch.device], repeats: int | None = None
 ) -> dict[str, list[float]]:
     """Return the times of a step in ms.
 
     ``step_ms`` lasts until the devices are idle, ``host_ms`` until the call returned.
+
+    Args:
+        step: the step.
+        places: the devices that it uses.
+        repeats: the number of timed steps; None for the usual one.
     """
-    for _ in range(WARM_UPS):
+    usual = repetitions()
+    for _ in range(usual.warm_ups):
         step()
     times: dict[str, list[float]] = {"step_ms": [], "host_ms": []}
-    for _ in range(repeats):
+    for _ in range(usual.repeats if repeats is None else repeats):
         wait(places)
         began = perf_counter()
         step()
@@ -67,7 +93,8 @@ def row(step: Callable[[], Any], meet: Callable[[], None], count: int) -> float:
 
 def row_of(alone_ms: Sequence[float]) -> int:
     """Return how many steps to time together, given the times of some isolated steps."""
-    return max(SHORTEST_ROW, math.ceil(1e3 * ROW_S / median(alone_ms)))
+    usual = repetitions()
+    return max(usual.shortest_row, math.ceil(1e3 * usual.row_s / median(alone_ms)))
 
 
 def wait(places: Sequence[torch.device]) -> None:

@@ -24,29 +24,27 @@ from .tutorial import Pipeline, step_of
 
 CASE = "tutorial"
 DEVICES = 2
-BATCH, SIZE = (12, 32) if cases.is_small() else (120, 128)
-SPLITS = (6,) if cases.is_small() else (5, 10, 20, 40, 60)
-FASTEST = (2,) if cases.is_small() else (2, 3)
-"""Numbers of micro-batches of which one gives the shortest step."""
+
+
+def training() -> Training:
+    """Return the case, with the numbers of micro-batches of which one gives the shortest step."""
+    label = cases.sized("tiny ResNet-18, MSE", "ResNet-50, 128 px, batch 120, MSE")
+    return Training(CASE, label, _model, _data, functional.mse_loss, cases.sized((2,), (2, 3)))
 
 
 def _model() -> zoo.ResNet:
-    return zoo.resnet18() if cases.is_small() else zoo.resnet50()
+    return cases.sized(zoo.resnet18, zoo.resnet50)()
 
 
 def _data() -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(BATCH, 3, SIZE, SIZE)
-    return inputs, functional.one_hot(torch.randint(1000, (BATCH,)), 1000).float()
+    batch, pixels = cases.sized((12, 32), (120, 128))
+    inputs = torch.randn(batch, 3, pixels, pixels)
+    return inputs, functional.one_hot(torch.randint(1000, (batch,)), 1000).float()
 
 
-TRAINING = Training(
-    CASE,
-    "tiny ResNet-18, MSE" if cases.is_small() else "ResNet-50, 128 px, batch 120, MSE",
-    _model,
-    _data,
-    functional.mse_loss,
-    FASTEST,
-)
+def _splits() -> tuple[int, ...]:
+    """Return the split sizes that are tried, in addition to the whole batch."""
+    return cases.sized((6,), (5, 10, 20, 40, 60))
 
 
 def measure() -> Iterator[Sample]:
@@ -62,14 +60,14 @@ def measure() -> Iterator[Sample]:
     one = contest.here(
         "eager",
         cases.places(1),
-        BATCH,
+        len(data[0]),
         contest.kept(lambda: ours.eager(copy.deepcopy(model), data, loss)),
     )
     if len(cases.places()) < DEVICES:
         yield from contest.alternate(CASE, [one])
         yield Sample(CASE, "ours", DEVICES, 0, failed=f"there are fewer than {DEVICES} devices")
         return
-    contenders = [one, *(_theirs(model, data, loss, split) for split in (*SPLITS, BATCH))]
+    contenders = [one, *(_theirs(model, data, loss, split) for split in (*_splits(), len(data[0])))]
     try:
         contenders += _ours(model, data, loss)
     except Exception as error:
@@ -80,16 +78,17 @@ def measure() -> Iterator[Sample]:
 
 def _profiles(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list[Profile]:
     """Return the profile of every split size, for a model on the host, as a user's model is."""
+    inputs, target = (tensor[: max(_splits())].cpu() for tensor in data)
     return profile(
         copy.deepcopy(model).cpu(),
-        data[0][: max(SPLITS)].cpu(),
+        inputs,
         [str(place) for place in cases.places(DEVICES)],
         training=True,
         optimizer=cases.sgd,
         progress=False,
-        batch_sizes=SPLITS,
+        batch_sizes=_splits(),
         loss_fn=loss,
-        target=data[1][: max(SPLITS)].cpu(),
+        target=target,
     )
 
 

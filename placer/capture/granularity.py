@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from placer.capture.export.module_names import call_number
 from placer.capture.layers import tensor_bytes
 from placer.errors import InputError
-from placer.schema.base import MERGED, module_paths, paths_around
+from placer.schema.base import MERGED, is_part, module_paths, paths_around
 from placer.schema.export import never_split
 
 Granularity = str | int | Collection[str] | Callable[[str, nn.Module], bool]
@@ -199,7 +199,7 @@ def module_stack(node: fx.Node) -> list[tuple[str, int]]:
     # The model's name inside the exported wrapper.
     stack, prefix = [], "module"
     for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
-        if path == prefix or path.startswith(f"{prefix}."):
+        if is_part(path, prefix):
             stack.append((path[len(prefix) + 1 :], call_number(key)))
     return stack
 

@@ -23,10 +23,11 @@ from torch import Tensor, fx, nn
 
 from placer import devices
 from placer.capture.export import nested_ops
-from placer.capture.export.export import PREFIX, Exported
+from placer.capture.export.export import Exported
 from placer.capture.export.inlining import REGIONS
 from placer.capture.export.mode_regions import Region, Regions, enter_region, leave_region
 from placer.capture.export.op_effects import node_draws_random, updates_running_statistics
+from placer.capture.export.traced_graph import PREFIX
 from placer.capture.granularity import hint, is_fixed
 from placer.capture.grouping import Group, storage_roots, written_arguments
 from placer.capture.layers import Layer, Value, named_state

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from placer.errors import InputError, kind_of
 from placer.utils.extras import extra
+from placer.utils.units import listed
 
 SAFETENSORS = ".safetensors"
 TORCH = (".bin", ".pt", ".pth")
@@ -80,9 +81,9 @@ def _only(folder: Path, found: Sequence[Path]) -> Path:
     for files in (found, usual):
         if len(files) == 1:
             return files[0]
-    names = ", ".join(file.name for file in found[:8])
+    names = listed([file.name for file in found], 8)
     raise InputError(
-        f"{folder} has {len(found)} checkpoints ({names}{', ...' if len(found) > 8 else ''}); give "
+        f"{folder} has {len(found)} checkpoints ({names}); give "
         "the path of one file, or of the index (*.index.json) of shards"
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from placer.errors import InputError, kind_of
 from placer.schema import Cluster, Device, Link
-from placer.schema.base import MAX_DEVICES
+from placer.schema.base import LARGEST_BYTES, MAX_DEVICES
 from placer.utils.units import bytes_text, parse_bytes
 
 DEVICE_TYPE = "device"
@@ -101,6 +101,26 @@ def with_more(cluster: Cluster, count: int) -> Cluster:
     new = _links([device.name for device in devices])
     joined = [link for link in new if added & {link.source, link.target}]
     return cluster.model_copy(update={"devices": devices, "links": (*links.values(), *joined)})
+
+
+def untyped(cluster: Cluster) -> Cluster:
+    """Return the cluster with the one type of devices that are known by their size."""
+    devices = tuple(device.model_copy(update={"type": DEVICE_TYPE}) for device in cluster.devices)
+    return cluster.model_copy(update={"devices": devices})
+
+
+def largest_devices(cluster: Cluster) -> list[int]:
+    """Return the numbers of the devices with the most memory."""
+    usable = [device.usable_bytes for device in cluster.devices]
+    return [number for number, size in enumerate(usable) if size == max(usable)]
+
+
+def grown(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
+    """Return the cluster with unlimited memory of some devices."""
+    usable = [device.usable_bytes for device in cluster.devices]
+    for number in numbers:
+        usable[number] = LARGEST_BYTES - cluster.devices[number].reserve_bytes
+    return with_sizes(cluster, usable)
 
 
 def _sizes(text: str) -> list[int]:

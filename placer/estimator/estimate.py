@@ -34,11 +34,11 @@ from placer.estimator.meta_models import cast, meta_copy
 from placer.profiler import profile_inputs
 from placer.profiler.loss_measurement import given_loss
 from placer.schema import Cluster, Estimate, EstimateOptions, Profile, ProfileOptions
-from placer.schema.base import MERGED
+from placer.schema.base import module_paths, paths_around
 from placer.schema.options import combined
 from placer.utils.dtypes import as_dtype
 from placer.utils.garbage_collection import paused_collection
-from placer.utils.units import bytes_text
+from placer.utils.units import bytes_text, listed
 
 __all__ = ["estimate"]
 
@@ -261,30 +261,23 @@ def _left_out(module: nn.Module, profile: Profile) -> Iterator[str]:
     missing = whole - sum(layer.param_bytes for layer in profile.layers)
     unused = _unused_modules(module, profile)
     if missing > 0 and unused:
-        names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
         yield (
             f"{bytes_text(missing)} of parameters are left out, because the model does not run"
-            f" {names} with these inputs; give inputs with which it does"
+            f" {listed(unused, 3)} with these inputs; give inputs with which it does"
         )
 
 
 def _unused_modules(module: nn.Module, profile: Profile) -> list[str]:
     """Return the outermost modules with parameters that no layer of the profile comes from."""
-    parts = [part for layer in profile.layers for part in layer.name.split(MERGED)]
-    ran = {part.partition("@")[0] for part in parts}
-    above = {outer for path in ran for outer in _around(path)}
+    ran = {path for layer in profile.layers for path in module_paths(layer.name)}
+    above = {outer for path in ran for outer in paths_around(path)}
     known, unused = {*ran}, []
     for path, one in module.named_modules():
-        is_outside = path not in above and known.isdisjoint({path, *_around(path)})
+        is_outside = path not in above and known.isdisjoint([path, *paths_around(path)])
         if path and is_outside and next(one.parameters(), None) is not None:
             unused.append(path)
             known.add(path)
     return unused
-
-
-def _around(path: str) -> set[str]:
-    """Return the paths of the modules around a module, without the model itself."""
-    return {path[:end] for end, sign in enumerate(path) if sign == "."}
 
 
 def _cache(module: nn.Module, profile: Profile, inputs: Any, tokens: int | None) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from placer.errors import InputError
 from placer.estimator.meta_models import made_on_meta, meta_copy
-from placer.schema.base import MERGED
+from placer.schema.base import is_part, module_paths
 
 
 class CacheLayer(NamedTuple):
@@ -161,9 +161,8 @@ def layer_of(module: str, layers: Sequence[str]) -> str:
     inside = None
     best, depth = None, -1
     for layer in layers:
-        for part in layer.split(MERGED):
-            path = part.partition("@")[0]
-            if (module == path or module.startswith(f"{path}.")) and len(path) > depth:
+        for path in module_paths(layer):
+            if is_part(module, path) and len(path) > depth:
                 best, depth = layer, len(path)
             elif inside is None and path.startswith(f"{module}."):
                 inside = layer

@@ -17,18 +17,21 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
 from placer.errors import InputError
 from placer.estimator.device_sizes import (
-    DEVICE_TYPE,
+    grown,
+    largest_devices,
     sized_cluster,
+    untyped,
     with_more,
     with_sizes,
 )
+from placer.estimator.memory_profiles import state_alone, untimed, with_cache
 from placer.schema import (
     CardCount,
     Change,
@@ -46,7 +49,6 @@ from placer.schema.base import LARGEST_BYTES, MAX_DEVICES
 from placer.solver.explain.infeasible import plain_reason
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
-from placer.solver.replicas.replication import EDGE_BYTES, LAYER_BYTES
 from placer.solver.replicas.sharding import sharded_step
 from placer.solver.solve import solve
 from placer.solver.step import state_on_host
@@ -178,10 +180,10 @@ class MemorySearch:
     """
 
     def __init__(self, profile: Profile, cluster: Cluster | None, asked: Asked) -> None:
-        self._uncached = _untimed(profile)
+        self._uncached = untimed(profile)
         self._profile = with_cache(self._uncached, asked.cache_bytes)
         self._unlimited = cluster is None
-        self._cluster = _untyped(cluster or sized_cluster([LARGEST_BYTES], 0))
+        self._cluster = untyped(cluster or sized_cluster([LARGEST_BYTES], 0))
         self._asked = asked
         # only solves count: estimates of smaller micro-batches may take longer
         self._left_s = asked.time_limit_s
@@ -197,7 +199,7 @@ class MemorySearch:
         """
         found, fits = self._solved(self._cluster)
         if not found.layer_devices:
-            found, _ = self._solved(_grown(self._cluster, _largest(self._cluster)))
+            found, _ = self._solved(grown(self._cluster, largest_devices(self._cluster)))
         if not found.layer_devices:
             raise InputError(
                 "the layers cannot be placed on these devices, whatever their memory:"
@@ -235,7 +237,7 @@ class MemorySearch:
         for size in CARDS_BYTES:
             if size <= self._asked.reserve_bytes:
                 continue
-            one = _untyped(sized_cluster([size], self._asked.reserve_bytes))
+            one = untyped(sized_cluster([size], self._asked.reserve_bytes))
             found = self._fewest(one, counted=1)
             if found is None:
                 continue
@@ -294,7 +296,7 @@ class MemorySearch:
             middle = (low + high) // 2
             size = sizes[middle]
             smaller, cache = batches.estimated(size)
-            profile = with_cache(_untimed(smaller), cache)
+            profile = with_cache(untimed(smaller), cache)
             chunks = self._asked.chunks * (now // size)
             found = self._fitting(
                 self._cluster, profile=profile, chunks=chunks, recompute=recompute
@@ -339,7 +341,7 @@ class MemorySearch:
         """
         if self._over():
             return False
-        state = _state_alone(self._profile)
+        state = state_alone(self._profile)
         _, fits = self._solved(self._cluster, profile=state, recompute=recompute)
         return fits is not False
 
@@ -412,9 +414,9 @@ class MemorySearch:
 
     def _larger(self) -> Iterator[Change]:
         """Yield the smallest memory of one of the largest devices, and of all of them."""
-        numbers = _largest(self._cluster)
+        numbers = largest_devices(self._cluster)
         for chosen in ([numbers[:1]] if len(numbers) > 1 else []) + [numbers]:
-            found = self._fitting(_grown(self._cluster, chosen))
+            found = self._fitting(grown(self._cluster, chosen))
             if found is None:
                 continue
             needed = max(found.devices[number].memory.total_bytes for number in chosen)
@@ -540,7 +542,7 @@ class MemorySearch:
         requests = [request(cluster)]
         if _may_bind(requests[0]):
             # a placement within the limits uses no more than the largest device may hold
-            requests.insert(0, request(_grown(cluster, _largest(cluster))))
+            requests.insert(0, request(grown(cluster, largest_devices(cluster))))
         for one in requests:
             answer = _solved_soon(one)
             fits = _fits(answer, cluster)
@@ -564,58 +566,6 @@ def _solved_soon(request: PlacementRequest) -> Placement:
     """
     short = solve(request.model_copy(update={"work_limit": FIRST_WORK}))
     return short if short.status in ("optimal", "infeasible") else solve(request)
-
-
-def with_cache(profile: Profile, cache_bytes: Mapping[str, int]) -> Profile:
-    """Return the profile with the keys and values of each layer among its buffers."""
-    if not cache_bytes:
-        return profile
-    layers = tuple(
-        layer.model_copy(
-            update={"buffer_bytes": layer.buffer_bytes + cache_bytes.get(layer.name, 0)}
-        )
-        for layer in profile.layers
-    )
-    return profile.model_copy(update={"layers": layers})
-
-
-def _untimed(profile: Profile) -> Profile:
-    """Return the profile with times of zero on the one type of devices, as the solver needs."""
-    times = {DEVICE_TYPE: 0.0}
-    unmeasured: dict[str, dict[str, float]] = {
-        "forward_ms": times,
-        "backward_ms": times if profile.training else {},
-        **{name: {} for name in ("weight_grad_ms", "optimizer_ms", "spread", "host_ms")},
-    }
-    layers = tuple(layer.model_copy(update=unmeasured) for layer in profile.layers)
-    return profile.model_copy(update={"layers": layers, "cluster": None})
-
-
-def _untyped(cluster: Cluster) -> Cluster:
-    devices = tuple(device.model_copy(update={"type": DEVICE_TYPE}) for device in cluster.devices)
-    return cluster.model_copy(update={"devices": devices})
-
-
-def _state_alone(profile: Profile) -> Profile:
-    """Return the profile with the memory that does not depend on the number of samples."""
-    of_layers, of_edges = dict.fromkeys(LAYER_BYTES, 0), dict.fromkeys(EDGE_BYTES, 0)
-    layers = tuple(layer.model_copy(update=of_layers) for layer in profile.layers)
-    edges = tuple(edge.model_copy(update=of_edges) for edge in profile.edges)
-    return profile.model_copy(update={"layers": layers, "edges": edges})
-
-
-def _largest(cluster: Cluster) -> list[int]:
-    """Return the numbers of the devices with the most memory."""
-    usable = [device.usable_bytes for device in cluster.devices]
-    return [number for number, size in enumerate(usable) if size == max(usable)]
-
-
-def _grown(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
-    """Return the cluster with unlimited memory of some devices."""
-    usable = [device.usable_bytes for device in cluster.devices]
-    for number in numbers:
-        usable[number] = LARGEST_BYTES - cluster.devices[number].reserve_bytes
-    return with_sizes(cluster, usable)
 
 
 def _may_bind(request: PlacementRequest) -> bool:

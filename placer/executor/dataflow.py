@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -30,40 +30,22 @@ import torch
 from torch import nn
 
 from placer import devices
-from placer.capture.argument_checks import (
-    optimizer_list,
-    require_chunks,
-    require_module,
-    require_samples_for_chunks,
-)
-from placer.capture.batch_dims.declared_layout import (
-    DEFAULT_OPTIONS,
-    input_layout,
-    refuse_absent_outputs,
-    require_batch_options,
-)
-from placer.capture.granularity import Granularity, granularity_for_map
+from placer.capture.argument_checks import optimizer_list, require_module
+from placer.capture.batch_dims.declared_layout import refuse_absent_outputs
 from placer.capture.loss_functions import LossFunction
 from placer.devices import DeviceLike
-from placer.errors import InputError, PlacementError, kind_of
+from placer.errors import InputError
 from placer.executor.engine.compiled_segments import Backend, backend_of
 from placer.executor.flow_hooks import call_of_model, refuse_hooks, run_with_hooks
 from placer.executor.generation.findings import GenerationReport
 from placer.executor.generation.generate_many import generate_many
-from placer.executor.measure import measure_step, measure_stream
+from placer.executor.measure import measure
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
-from placer.executor.settings import Settings
-from placer.executor.state.assignment import (
-    Assignment,
-    layer_names,
-    placing,
-    refuse_unknown_layers,
-    warn_of_missing_blocks,
-)
+from placer.executor.settings import Settings, changes_of, default_map
+from placer.executor.state.assignment import Assignment
 from placer.executor.state.model_lock import ModelLock
 from placer.executor.state.placed_weights import PlacedWeights
-from placer.executor.state.replication import Replication
 from placer.executor.state.state_copies import Copies
 from placer.executor.training.optimizer.optimizer_memory import warn_of_other_memory
 from placer.executor.training.optimizer.optimizer_update import Optimizers, Update
@@ -71,7 +53,7 @@ from placer.executor.training.train_step import TrainStep
 from placer.executor.training.training_pipeline import Order
 from placer.report.timeline import Measurement
 from placer.schema import BatchOptions, Placement, Profile, Schedule
-from placer.schema.base import StatePlace, Tier
+from placer.schema.base import StatePlace
 from placer.schema.options import Weigh
 from placer.utils.option_checks import require_flags
 
@@ -186,7 +168,7 @@ class DataFlow(nn.Module):
         self.settings = Settings(places, places[0], deferred_batch_norm)
         if output_device is not None:
             self.output_device = output_device
-        self.settings.reset(*self._default_map())
+        self.settings.reset(*default_map(self.settings, self.module, self.fine_grained))
         clone_places = places if enable_clone else None
         weights = PlacedWeights(module, inference_only, clone_places, disk_folder)
         self.placed = PlacedModel(weights, self.settings)
@@ -279,95 +261,9 @@ class DataFlow(nn.Module):
     def _changes_of(
         self, placement: Placement | Mapping[str, Any] | None
     ) -> tuple[dict[str, Any], list[Any]]:
-        """Return the settings that change, and the links whose copies go through the host.
-
-        Args:
-            placement: None keeps ``layer_gpus`` and the settings that belong to it.
-
-        Raises:
-            PlacementError: if layers or devices are unknown.
-        """
-        settings = self.settings
-        # an edited map has no memory assumptions
-        changes: dict[str, Any] = {
-            "layer_gpus": settings.layer_gpus,
-            "assumed": None,
-            "replication": settings.replication,
-            "resting": settings.resting,
-        }
-        granularity, detours = settings.granularity, list[Any]()
-        if placement is not None:
-            found = _placement(placement)
-            changes, granularity = self._adopted(found), tuple(found.layer_devices)
-            detours = list(found.links_through_host)
-        layer_gpus = changes["layer_gpus"]
-        if not isinstance(layer_gpus, Mapping):
-            raise PlacementError(
-                f"layer_gpus is {layer_gpus!r}; give a map of layer names to devices"
-            )
-        places = self._known_places(layer_gpus)
-        replication: Replication = changes["replication"]
-        _refuse_partly_replicated(places.values(), replication)
-        assignment = Assignment(places, settings.output_device, replication)
-        resting: Mapping[str, Tier] = changes["resting"]
-        changes["resting"] = {name: tier for name, tier in resting.items() if name in places}
-        if not self.enable_clone:
-            assignment.divide(self.module)
-            assignment.rest(self.module, changes["resting"])
-        elif changes["resting"]:
-            raise PlacementError(
-                "parameters rest on the host in this placement, and a flow with enable_clone keeps "
-                "them on every device: make the flow without enable_clone"
-            )
-        used = [*settings.devices, *places.values(), *replication.every_device()]
-        return changes | {
-            "granularity": granularity_for_map(granularity, places),
-            "devices": list(dict.fromkeys(used)),
-            "assignment": assignment,
-        }, detours
-
-    def _adopted(self, placement: Placement) -> dict[str, Any]:
-        """Return the settings that a placement decides, except those that follow from its map."""
-        places = self._known_places(placement.layer_devices)
-        warn_of_missing_blocks(self.module, placement)
-        one_kind = len({place.type for place in (*self.settings.devices, *places.values())}) == 1
-        has_rooms = placement.training and placement.schedule in ("interleaved", "zero-bubble")
-        stated = placement.in_flight or (
-            placement.step.in_flight if placement.step is not None else ()
+        return changes_of(
+            self.settings, self.module, placement, self.fine_grained, self.enable_clone
         )
-        return {
-            "assumed": placement,
-            "layer_gpus": OrderedDict(
-                (name, place.index if one_kind else str(place)) for name, place in places.items()
-            ),
-            "chunks": placement.chunks,
-            # the flow's own declaration stays if the placement has none
-            "batch_options": self.batch_options
-            if placement.batch_options == DEFAULT_OPTIONS
-            else placement.batch_options,
-            "schedule": placement.schedule,
-            "recompute": list(placement.recompute),
-            "in_flight": stated if has_rooms else (),
-            "replication": Replication.from_placement(placement, self.settings.device),
-            "resting": dict(placement.resting),
-            "optimizer_state": placement.optimizer_state,
-        }
-
-    def _known_places(self, layer_gpus: Mapping[str, DeviceLike]) -> dict[str, torch.device]:
-        """Return the device of each layer of a map.
-
-        Raises:
-            PlacementError: if layers or devices are unknown.
-        """
-        places = {name: self.settings.device(place) for name, place in layer_gpus.items()}
-        refuse_unknown_layers(self.module, places, layer_names(self.module, self.fine_grained))
-        return places
-
-    def _default_map(self) -> tuple[OrderedDict[str, DeviceLike], Granularity]:
-        """Return the map with every layer on the output device, and its granularity."""
-        names = layer_names(self.module, self.fine_grained)
-        granularity: Granularity = "fine" if self.fine_grained else "submodule"
-        return OrderedDict.fromkeys(names, self.output_device.index), granularity
 
     def undo(self) -> None:
         """Restore the devices of all parameters, gradients and buffers, and all flags.
@@ -379,7 +275,7 @@ class DataFlow(nn.Module):
             self.placed.hooks.refuse_standing()
             self.placed.restore()
             self.calls.drop_recordings()
-            self.settings.reset(*self._default_map())
+            self.settings.reset(*default_map(self.settings, self.module, self.fine_grained))
 
     def construct_module(
         self, layer_gpus: Mapping[str, DeviceLike] | None = None, module: nn.Module | None = None
@@ -713,41 +609,17 @@ class DataFlow(nn.Module):
                 other layers; there is a target without a step; ``step`` is not a step of this flow;
                 ``chunks`` is more than the samples; or torch has no such backend.
         """
-        self.settings.refuse_resting("flow.measure")
-        if step is None and target is not None:
-            raise InputError(
-                "to measure a training step give its target and step=; for inference, neither"
-            )
-        is_asked = chunks is not None
-        chunks = self.chunks if chunks is None else chunks
-        require_chunks(chunks)
-        if profile is not None and not isinstance(profile, Profile):
-            raise InputError(
-                f"profile is {kind_of(profile)}; give the Profile, such as profile() returned"
-            )
-        if step is not None:
-            _require_step_of(step, self.placed)
-        backend = backend_of(compile)
-        if step is not None:
-            _refuse_step_options(compile, backend, batch_options)
-        options = self.batch_options if batch_options is None else batch_options
-        require_batch_options(options)
-        samples = input_layout(
-            self.module, inputs, options if step is None else step.loss_fn.options
-        ).size
-        if is_asked:
-            require_samples_for_chunks(chunks, samples)
-        if step is not None:
-            return measure_step(step, inputs, target, chunks, profile)
-        return measure_stream(
+        return measure(
+            self.settings,
             self.placed,
             self.calls,
-            self.output_device,
             inputs,
+            target,
+            step,
             chunks,
-            options,
             profile,
-            backend,
+            compile,
+            batch_options,
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -780,51 +652,3 @@ class DataFlow(nn.Module):
             self.placed.captures.forget()
             self.calls.forget()
         return result
-
-
-def _require_step_of(step: Any, placed: PlacedModel) -> None:
-    if not isinstance(step, TrainStep):
-        raise InputError(f"step is {kind_of(step)}; give what this flow's train_step(...) returned")
-    if step.placed is not placed:
-        raise InputError("step is one of another flow; give one that this flow's train_step made")
-
-
-def _refuse_step_options(
-    compile: bool | Backend, backend: Backend | None, batch_options: BatchOptions | None
-) -> None:
-    """Raise an InputError if ``measure`` was given options that the step has already."""
-    if backend is not None:
-        raise InputError(
-            f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it; "
-            "leave it out here"
-        )
-    if batch_options is not None:
-        raise InputError(
-            "batch_options with step=: a step has the options that train_step was given; "
-            "leave them out here"
-        )
-
-
-def _refuse_partly_replicated(places: Collection[torch.device], replication: Replication) -> None:
-    """Raise a PlacementError if a map has other devices than its placement with replicas."""
-    if replication.count > 1:
-        for place in dict.fromkeys(places):
-            if place not in replication.devices:
-                raise PlacementError(
-                    f"layer_gpus names {place}, which has no layers in the placement with "
-                    "replicas: use the devices of its layers only, or undo() first"
-                )
-
-
-def _placement(given: Placement | Mapping[str, Any]) -> Placement:
-    if not isinstance(given, Placement | Mapping):
-        raise PlacementError(
-            f"update_flow was given {kind_of(given)}; give a Placement, which "
-            "Placement.model_validate_json(text) makes of JSON"
-        )
-    if not isinstance(given, Placement) and "layer_devices" not in given:
-        raise PlacementError(
-            f"a mapping with the keys {', '.join(map(repr, list(given)[:3]))} is not a placement; "
-            "put a map of layers into flow.layer_gpus.update(...), and then flow.update_flow()"
-        )
-    return placing(given)

@@ -21,7 +21,7 @@ from placer.capture.pytrees import Structure, flatten, lazy_part
 from placer.errors import InputError
 from placer.executor.engine.fill_drain import to_device
 from placer.executor.state.assignment import Assignment
-from placer.executor.state.resting_weights import Note, RestingWeights
+from placer.executor.state.resting.resting_weights import Note, RestingWeights
 from placer.schema.base import module_paths, paths_around
 
 Standing = Callable[[], AbstractContextManager[Any]]

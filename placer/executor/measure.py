@@ -10,9 +10,11 @@ import torch
 
 from placer import devices
 from placer.capture import input_forms
+from placer.capture.argument_checks import require_chunks, require_samples_for_chunks
+from placer.capture.batch_dims.declared_layout import input_layout, require_batch_options
 from placer.devices import Clock, Courier, Delivery
-from placer.errors import InputError
-from placer.executor.engine.compiled_segments import Backend
+from placer.errors import InputError, kind_of
+from placer.executor.engine.compiled_segments import Backend, backend_of
 from placer.executor.engine.fill_drain import even_sizes
 from placer.executor.engine.pass_trace import Issued
 from placer.executor.engine.stage import Stage
@@ -20,6 +22,7 @@ from placer.executor.inference.stream_pipeline import InferencePipeline
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
 from placer.executor.predict import predicted
+from placer.executor.settings import Settings
 from placer.executor.state.segment_state import restored
 from placer.executor.training.step_rollback import Kept
 from placer.executor.training.train_step import TrainStep
@@ -34,23 +37,88 @@ WARM_UPS = 2
 AnyPipeline = TrainingPipeline | InferencePipeline
 
 
-def measure_step(
-    step: TrainStep,
+def measure(
+    settings: Settings,
+    placed: PlacedModel,
+    calls: PlacedCalls,
     inputs: Any,
     target: Any,
-    chunks: int | None = None,
-    profile: Profile | None = None,
+    step: TrainStep | None,
+    chunks: int | None,
+    profile: Profile | None,
+    compile: bool | Backend,
+    batch_options: BatchOptions | None,
 ) -> Measurement:
-    """Measure the forward and backward passes of a training step.
-
-    The optimizer does not step, and buffers are restored.
+    """Measure a training step or a stream of a flow; see ``DataFlow.measure`` for the rest.
 
     Args:
-        step: from ``DataFlow.train_step``.
-        inputs: as for a step.
-        target: as for a step.
-        chunks: as for a step.
+        settings: of the flow.
+        placed: of the flow.
+        calls: of the flow.
+        inputs: a batch.
+        target: the target of a training step.
+        step: the training step; None for inference.
+        chunks: micro-batches; the flow's if None.
         profile: the prediction is made from it; None for no prediction.
+        compile: in inference, as for a stream.
+        batch_options: in inference, where the samples lie; the flow's if None.
+    """
+    settings.refuse_resting("flow.measure")
+    if step is None and target is not None:
+        raise InputError(
+            "to measure a training step give its target and step=; for inference, neither"
+        )
+    is_asked = chunks is not None
+    chunks = settings.chunks if chunks is None else chunks
+    require_chunks(chunks)
+    if profile is not None and not isinstance(profile, Profile):
+        raise InputError(
+            f"profile is {kind_of(profile)}; give the Profile, such as profile() returned"
+        )
+    backend = backend_of(compile)
+    if step is not None:
+        _require_step_of(step, placed)
+        _refuse_step_options(compile, backend, batch_options)
+    options = settings.batch_options if batch_options is None else batch_options
+    require_batch_options(options)
+    declared = options if step is None else step.loss_fn.options
+    samples = input_layout(placed.module, inputs, declared).size
+    if is_asked:
+        require_samples_for_chunks(chunks, samples)
+    if step is not None:
+        return _measure_step(step, inputs, target, chunks, profile)
+    return _measure_stream(
+        placed, calls, settings.output_device, inputs, chunks, options, profile, backend
+    )
+
+
+def _require_step_of(step: Any, placed: PlacedModel) -> None:
+    if not isinstance(step, TrainStep):
+        raise InputError(f"step is {kind_of(step)}; give what this flow's train_step(...) returned")
+    if step.placed is not placed:
+        raise InputError("step is one of another flow; give one that this flow's train_step made")
+
+
+def _refuse_step_options(
+    compile: bool | Backend, backend: Backend | None, batch_options: BatchOptions | None
+) -> None:
+    """Raise an InputError if ``measure`` was given options that the step has already."""
+    if backend is not None:
+        raise InputError(
+            f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it; "
+            "leave it out here"
+        )
+    if batch_options is not None:
+        raise InputError(
+            "batch_options with step=: a step has the options that train_step was given; "
+            "leave them out here"
+        )
+
+
+def _measure_step(
+    step: TrainStep, inputs: Any, target: Any, chunks: int, profile: Profile | None
+) -> Measurement:
+    """Measure the forward and backward passes of a training step.
 
     Raises:
         InputError: the model runs through hooks, the profile is of other layers, gradients of an
@@ -78,27 +146,17 @@ def measure_step(
     return _measurement(title, pipeline.stages, rows, pipeline.plan, profile, pipeline.sizes[0])
 
 
-def measure_stream(
+def _measure_stream(
     placed: PlacedModel,
     calls: PlacedCalls,
     target: torch.device,
     inputs: Any,
     chunks: int,
     options: BatchOptions,
-    profile: Profile | None = None,
-    backend: Backend | None = None,
+    profile: Profile | None,
+    backend: Backend | None,
 ) -> Measurement:
-    """Measure a batch in inference, its micro-batches streamed.
-
-    Args:
-        placed: the model.
-        calls: of the model.
-        target: the device of the results.
-        inputs: one tensor, a tuple of positional or a dict of keyword arguments.
-        chunks: micro-batches.
-        options: what was declared of the batch.
-        profile: the prediction is made from it; None for no prediction.
-        backend: of ``torch.compile``; None to compile nothing.
+    """Measure a batch in inference, its micro-batches streamed to ``target``.
 
     Raises:
         InputError: the flow is not placed, the model runs through hooks, or the profile is of other

@@ -36,8 +36,8 @@ from placer.executor.state.assignment import Assignment
 from placer.executor.state.batch_statistics import BatchStatistics
 from placer.executor.state.model_lock import ModelLock
 from placer.executor.state.placed_weights import PlacedWeights
-from placer.executor.state.resting_weights import RestingWeights
-from placer.executor.state.weight_slots import Unit
+from placer.executor.state.resting.resting_weights import RestingWeights
+from placer.executor.state.resting.weight_slots import Unit
 from placer.schema import BatchOptions
 
 Planned: TypeAlias = tuple[LayerGraph, list[Segment]]

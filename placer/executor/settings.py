@@ -1,19 +1,27 @@
-"""The settings of a flow, which its parts read: devices, the map in force, and options."""
+"""The settings of a flow, which its parts read, and what a map or placement changes in them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 from placer import devices
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
-from placer.capture.granularity import Granularity
+from placer.capture.granularity import Granularity, granularity_for_map
 from placer.devices import DeviceLike
-from placer.errors import InputError, PlacementError
-from placer.executor.state.assignment import Assignment
+from placer.errors import InputError, PlacementError, kind_of
+from placer.executor.state.assignment import (
+    Assignment,
+    layer_names,
+    placing,
+    refuse_unknown_layers,
+    warn_of_missing_blocks,
+)
 from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.schema import BatchOptions, Placement, Schedule
 from placer.schema.base import StatePlace, Tier
@@ -119,3 +127,135 @@ class Settings:
                 "layer_gpus was edited, and the model runs unsplit: call flow.update_flow() for it "
                 "to be followed"
             )
+
+
+def default_map(
+    settings: Settings, module: nn.Module, fine_grained: bool
+) -> tuple[OrderedDict[str, DeviceLike], Granularity]:
+    """Return the map with every layer on the output device, and its granularity."""
+    names = layer_names(module, fine_grained)
+    granularity: Granularity = "fine" if fine_grained else "submodule"
+    return OrderedDict.fromkeys(names, settings.output_device.index), granularity
+
+
+def changes_of(
+    settings: Settings,
+    module: nn.Module,
+    placement: Placement | Mapping[str, Any] | None,
+    fine_grained: bool,
+    has_clones: bool,
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the settings that change, and the links whose copies go through the host.
+
+    Args:
+        settings: the present ones.
+        module: the model.
+        placement: None keeps ``layer_gpus`` and the settings that belong to it.
+        fine_grained: whether the default map lists every leaf module.
+        has_clones: whether every device has all weights.
+
+    Raises:
+        PlacementError: if layers or devices are unknown.
+    """
+    # an edited map has no memory assumptions
+    changes: dict[str, Any] = {
+        "layer_gpus": settings.layer_gpus,
+        "assumed": None,
+        "replication": settings.replication,
+        "resting": settings.resting,
+    }
+    granularity, detours = settings.granularity, list[Any]()
+    if placement is not None:
+        found = _placement(placement)
+        changes = _adopted(settings, module, found, fine_grained)
+        granularity = tuple(found.layer_devices)
+        detours = list(found.links_through_host)
+    layer_gpus = changes["layer_gpus"]
+    if not isinstance(layer_gpus, Mapping):
+        raise PlacementError(f"layer_gpus is {layer_gpus!r}; give a map of layer names to devices")
+    places = _known_places(settings, module, layer_gpus, fine_grained)
+    replication: Replication = changes["replication"]
+    _refuse_partly_replicated(places.values(), replication)
+    assignment = Assignment(places, settings.output_device, replication)
+    resting: Mapping[str, Tier] = changes["resting"]
+    changes["resting"] = {name: tier for name, tier in resting.items() if name in places}
+    if not has_clones:
+        assignment.divide(module)
+        assignment.rest(module, changes["resting"])
+    elif changes["resting"]:
+        raise PlacementError(
+            "parameters rest on the host in this placement, and a flow with enable_clone keeps "
+            "them on every device: make the flow without enable_clone"
+        )
+    used = [*settings.devices, *places.values(), *replication.every_device()]
+    return changes | {
+        "granularity": granularity_for_map(granularity, places),
+        "devices": list(dict.fromkeys(used)),
+        "assignment": assignment,
+    }, detours
+
+
+def _adopted(
+    settings: Settings, module: nn.Module, placement: Placement, fine_grained: bool
+) -> dict[str, Any]:
+    """Return the settings that a placement decides, except those that follow from its map."""
+    places = _known_places(settings, module, placement.layer_devices, fine_grained)
+    warn_of_missing_blocks(module, placement)
+    one_kind = len({place.type for place in (*settings.devices, *places.values())}) == 1
+    has_rooms = placement.training and placement.schedule in ("interleaved", "zero-bubble")
+    stated = placement.in_flight or (placement.step.in_flight if placement.step is not None else ())
+    return {
+        "assumed": placement,
+        "layer_gpus": OrderedDict(
+            (name, place.index if one_kind else str(place)) for name, place in places.items()
+        ),
+        "chunks": placement.chunks,
+        # the flow's own declaration stays if the placement has none
+        "batch_options": settings.batch_options
+        if placement.batch_options == DEFAULT_OPTIONS
+        else placement.batch_options,
+        "schedule": placement.schedule,
+        "recompute": list(placement.recompute),
+        "in_flight": stated if has_rooms else (),
+        "replication": Replication.from_placement(placement, settings.device),
+        "resting": dict(placement.resting),
+        "optimizer_state": placement.optimizer_state,
+    }
+
+
+def _known_places(
+    settings: Settings, module: nn.Module, layer_gpus: Mapping[str, DeviceLike], fine_grained: bool
+) -> dict[str, torch.device]:
+    """Return the device of each layer of a map.
+
+    Raises:
+        PlacementError: if layers or devices are unknown.
+    """
+    places = {name: settings.device(place) for name, place in layer_gpus.items()}
+    refuse_unknown_layers(module, places, layer_names(module, fine_grained))
+    return places
+
+
+def _refuse_partly_replicated(places: Collection[torch.device], replication: Replication) -> None:
+    """Raise a PlacementError if a map has other devices than its placement with replicas."""
+    if replication.count > 1:
+        for place in dict.fromkeys(places):
+            if place not in replication.devices:
+                raise PlacementError(
+                    f"layer_gpus names {place}, which has no layers in the placement with "
+                    "replicas: use the devices of its layers only, or undo() first"
+                )
+
+
+def _placement(given: Placement | Mapping[str, Any]) -> Placement:
+    if not isinstance(given, Placement | Mapping):
+        raise PlacementError(
+            f"update_flow was given {kind_of(given)}; give a Placement, which "
+            "Placement.model_validate_json(text) makes of JSON"
+        )
+    if not isinstance(given, Placement) and "layer_devices" not in given:
+        raise PlacementError(
+            f"a mapping with the keys {', '.join(map(repr, list(given)[:3]))} is not a placement; "
+            "put a map of layers into flow.layer_gpus.update(...), and then flow.update_flow()"
+        )
+    return placing(given)

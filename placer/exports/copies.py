@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from placer.exports.plan import Plan
-from placer.exports.units import is_part, modules_of
+from placer.exports.units import modules_of
+from placer.schema.base import is_part
 
 
 def copied_parameters(plan: Plan) -> list[tuple[str, ...]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
 from placer.errors import InputError
 from placer.exports.units import modules_of
+from placer.schema.base import paths_around
 from placer.schema.faults import nearest
 
 V = TypeVar("V", bound=Hashable)
@@ -46,7 +47,7 @@ class PathTable(Generic[V]):
         """
         found: dict[V, str] = {}
         for module in modules_of(layer):
-            for path in (module, *paths_around(module)):
+            for path in (module, *paths_around(module, MAX_DEPTH)):
                 if path in self._values:
                     found.setdefault(self._values[path], path)
                     break
@@ -77,9 +78,3 @@ class PathTable(Generic[V]):
                 "granularity, or keep the layer whole"
             )
         return next(iter(found))
-
-
-def paths_around(module: str) -> Iterator[str]:
-    """Yield the paths of the modules around a module, from the innermost to the model, ``""``."""
-    steps = module.split(".", MAX_DEPTH) if module else []
-    yield from (".".join(steps[:depth]) for depth in reversed(range(len(steps))))

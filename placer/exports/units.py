@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from placer.schema.base import MAX_LAYERS, MERGED, WHOLE
+from placer.schema.base import MAX_LAYERS, WHOLE, module_paths
 
 _MOST_DIGITS = len(str(MAX_LAYERS - 1))
 """Digits of the largest number of a block. A format counts all blocks up to it, so a longer name
@@ -34,17 +34,8 @@ class Unit:
 
 
 def modules_of(layer: str) -> list[str]:
-    """Return the module paths that a layer's name contains; ``""`` for the model itself.
-
-    A merged layer names several modules. Later calls of a module have a suffix ``@1``.
-    """
-    paths = [part.partition("@")[0] for part in layer.split(MERGED)]
-    return ["" if path == WHOLE else path for path in paths]
-
-
-def is_part(module: str, of: str) -> bool:
-    """Return whether a module is another module or inside it; ``""`` is the model itself."""
-    return not of or module == of or module.startswith(f"{of}.")
+    """Return the path of each call in a layer's name; ``""`` for the model itself."""
+    return ["" if path == WHOLE else path for path in module_paths(layer)]
 
 
 def is_number(name: str) -> bool:

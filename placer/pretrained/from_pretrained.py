@@ -18,7 +18,8 @@ from placer.checkpoints.meta_parameters import on_meta
 from placer.devices import DeviceLike, resolve
 from placer.errors import InfeasibleError, InputError
 from placer.estimator import checkpoints, kv_cache
-from placer.estimator.memory_search import Asked, ShorterTexts, estimated, with_cache
+from placer.estimator.memory_profiles import with_cache
+from placer.estimator.memory_search import Asked, ShorterTexts, estimated
 from placer.executor.dataflow import DataFlow
 from placer.executor.engine.compiled_segments import Backend, backend_of
 from placer.executor.generation.static_cache import capacity_at_end

@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.errors import InputError
+from placer.report.explain import value_text
+from placer.report.shares import kept_bytes
 from placer.schema import DeviceLoad, Layer, Placement, Profile
 from placer.schema.placement import holders
 from placer.utils.units import bytes_text, ms_text
@@ -187,7 +189,7 @@ def _total_ms(profile: Profile, kind: str) -> float | None:
 
 def _total_bytes(profile: Profile) -> float:
     """Return the memory of all layers, with the largest workspace, as one layer runs at a time."""
-    return sum(map(_kept_bytes, profile.layers)) + max(
+    return sum(map(kept_bytes, profile.layers)) + max(
         map(_workspace_bytes, profile.layers), default=0
     )
 
@@ -201,12 +203,7 @@ def _time_ms(layer: Layer | None, kind: str) -> float | None:
 def _memory_bytes(layer: Layer | None) -> float | None:
     if layer is None:
         return None
-    return _kept_bytes(layer) + _workspace_bytes(layer)
-
-
-def _kept_bytes(layer: Layer) -> int:
-    state = layer.param_bytes + layer.grad_bytes + layer.optimizer_bytes + layer.buffer_bytes
-    return state + layer.saved_bytes
+    return kept_bytes(layer) + _workspace_bytes(layer)
 
 
 def _workspace_bytes(layer: Layer) -> int:
@@ -291,16 +288,22 @@ def comparison_table(found: Comparison, names: tuple[str, str] | None = None) ->
 
 
 def _profile_tables(found: ProfileComparison) -> list[RenderableType]:
-    grid = Table(title="Layers", title_justify="left")
-    grid.add_column("layer", overflow="fold")
-    for heading in (*found.time_ms, "memory"):
-        for which in (*_WHICH, "ratio"):
-            grid.add_column(f"{heading}\n{which}", justify="right", no_wrap=True)
+    grid = _grid("Layers", "layer", [*found.time_ms, "memory"])
     for layer in found.layers:
         grid.add_row(*_row(layer.name, layer.time_ms, layer.memory_bytes))
     grid.add_section()
     grid.add_row(*_row("all", found.time_ms, found.memory_bytes))
     return [grid]
+
+
+def _grid(title: str, name: str, headings: Sequence[str]) -> Table:
+    """Return an empty table with three columns for each heading."""
+    grid = Table(title=title, title_justify="left")
+    grid.add_column(name, overflow="fold")
+    for heading in headings:
+        for which in (*_WHICH, "ratio"):
+            grid.add_column(f"{heading}\n{which}", justify="right", no_wrap=True)
+    return grid
 
 
 def _row(name: str, times: Mapping[str, Change], memory: Change) -> list[Text]:
@@ -311,11 +314,7 @@ def _row(name: str, times: Mapping[str, Change], memory: Change) -> list[Text]:
 
 
 def _placement_tables(found: PlacementComparison) -> list[RenderableType]:
-    grid = Table(title="Devices", title_justify="left")
-    grid.add_column("device")
-    for heading in ("busy", "memory"):
-        for which in (*_WHICH, "ratio"):
-            grid.add_column(f"{heading}\n{which}", justify="right", no_wrap=True)
+    grid = _grid("Devices", "device", ["busy", "memory"])
     for name, load in found.load_ms.items():
         grid.add_row(name, *_cells(load, False), *_cells(found.memory_bytes[name], True))
     value = found.objective_value
@@ -343,9 +342,7 @@ def _cells(change: Change, in_bytes: bool) -> list[Text]:
 def _value_text(objective: str, value: float | None) -> str:
     if value is None:
         return "-"
-    if objective in ("throughput", "step", "latency", "generation"):
-        return ms_text(value)
-    return bytes_text(value) if objective == "memory" else f"{value:.6g}"
+    return value_text(objective, value) if objective else f"{value:.6g}"
 
 
 def _named(layers: Sequence[str]) -> str:

@@ -109,7 +109,7 @@ def proven(placement: Placement) -> list[str]:
     lines = [f"objective   {_objective_text(placement)}"]
     if placement.bound is not None:
         gap = "" if placement.gap is None else f", gap {placement.gap:.2%}"
-        lines.append(f"bound       {_value_text(placement, placement.bound)}{gap}")
+        lines.append(f"bound       {value_text(placement.objective, placement.bound)}{gap}")
     method = f" by {placement.method}" if placement.method else ""
     lines.append(f"status      {placement.status}: {_STATUSES[placement.status]}")
     lines.append(f"solve time  {placement.solve_time_s:.3f} s{method}")
@@ -137,7 +137,7 @@ def proven(placement: Placement) -> list[str]:
     if placement.limits is not None:
         lines.append(f"limited by  {placement.limits.kind}: {placement.limits.detail}")
         lines += [
-            f"would help  {help.change}: {_value_text(placement, help.objective_value)}, "
+            f"would help  {help.change}: {value_text(placement.objective, help.objective_value)}, "
             f"{help.speedup:.2f}x"
             for help in placement.limits.improvements
         ]
@@ -423,7 +423,7 @@ def _choice_text(choice: Placement | StepChoice) -> str:
 
 def _objective_text(placement: Placement) -> str:
     value = placement.objective_value
-    shown = "none" if value is None else _value_text(placement, value)
+    shown = "none" if value is None else value_text(placement.objective, value)
     measure = MEASURES[placement.objective]
     if placement.generation is not None and placement.generation.sequences_in_flight > 1:
         measure = "time between the ends of two generations"
@@ -433,7 +433,7 @@ def _objective_text(placement: Placement) -> str:
     return f"{placement.objective}: {measure} {shown}"
 
 
-def value_text(objective: Objective, value: float) -> str:
+def value_text(objective: str, value: float) -> str:
     """Return a value of an objective with its unit.
 
     Args:
@@ -445,16 +445,12 @@ def value_text(objective: Objective, value: float) -> str:
     return bytes_text(value) if objective == "memory" else ms_text(value)
 
 
-def _value_text(placement: Placement, value: float) -> str:
-    return value_text(placement.objective, value)
-
-
 def _single_text(placement: Placement) -> str:
     single = placement.single_device
     if single is None:
         return "not compared"
     faster = f"speed-up {placement.speedup:.2f}x" if placement.speedup is not None else ""
-    value = _value_text(placement, single.objective_value)
+    value = value_text(placement.objective, single.objective_value)
     if not single.fits:
         missing = (
             f"does not fit on one device: short of {bytes_text(single.missing_bytes)} "
@@ -481,7 +477,7 @@ def _no_placement(placement: Placement) -> list[str]:
             "relax a constraint"
         ]
         if placement.bound is not None:
-            lines.append(f"bound       {_value_text(placement, placement.bound)}")
+            lines.append(f"bound       {value_text(placement.objective, placement.bound)}")
         return [*lines, *_sharded(placement)]
     return [
         "no placement is possible",

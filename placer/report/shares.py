@@ -33,13 +33,14 @@ def share_texts(profile: Profile) -> list[str]:
     return [
         *lines,
         "most memory",
-        *_bars({layer.name: _memory_bytes(layer) for layer in profile.layers}, bytes_text),
+        *_bars({layer.name: kept_bytes(layer) for layer in profile.layers}, bytes_text),
     ]
 
 
-def _memory_bytes(layer: Layer) -> float:
+def kept_bytes(layer: Layer) -> int:
+    """Return the bytes of a layer's state and saved tensors."""
     state = layer.param_bytes + layer.grad_bytes + layer.optimizer_bytes + layer.buffer_bytes
-    return float(state + layer.saved_bytes)
+    return state + layer.saved_bytes
 
 
 def _bars(values: Mapping[str, float], text: Text) -> list[str]:

@@ -305,14 +305,21 @@ def refuse_unknown(
 
 
 def module_paths(layer: str) -> list[str]:
-    """Return the paths in a layer's name, without the numbers of their calls.
+    """Return the path of each call in a layer's name: ``a``, ``b`` and ``b`` for ``a+b+b@1``."""
+    return [call.partition("@")[0] for call in layer.split(MERGED)]
 
-    A merged layer names several modules, each once: ``a+b+b@1`` has the paths ``a`` and ``b``.
+
+def is_part(name: str, of: str) -> bool:
+    """Return whether a dotted name is another or names a part of it; all are parts of ``""``."""
+    return not of or name == of or name.startswith(f"{of}.")
+
+
+def paths_around(path: str, most_steps: int = -1) -> list[str]:
+    """Return the paths of the modules around a module, innermost first; the model's is ``""``.
+
+    Args:
+        path: of the module.
+        most_steps: the maximum steps of a returned path; by default all are returned.
     """
-    return list(dict.fromkeys(unit.partition("@")[0] for unit in layer.split(MERGED)))
-
-
-def paths_around(path: str) -> list[str]:
-    """Return the paths of the modules around a module, innermost first; the model's is ``""``."""
-    steps = path.split(".")
+    steps = path.split(".", most_steps)
     return [".".join(steps[:depth]) for depth in reversed(range(len(steps)))] if path else []

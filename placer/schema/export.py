@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from placer.errors import PlacementError
-from placer.schema.base import MERGED, WHOLE, FormatName, Wire
+from placer.schema.base import WHOLE, FormatName, Wire, is_part, module_paths, paths_around
 
 Place = int | str
 """A device in accelerate's format: a GPU's index, or another device's name."""
@@ -54,9 +54,7 @@ def device_map(layer_devices: Mapping[str, str], model: Any = None) -> dict[str,
         raise PlacementError(f"this placement has no device map: {why}")
     found: dict[str, str] = {}
     for name, device in layer_devices.items():
-        # a merged layer names several modules, a later call has a suffix "@1"
-        for part in name.split(MERGED):
-            path = part.partition("@")[0]
+        for path in module_paths(name):
             found.setdefault("" if path == WHOLE else path, device.rpartition("/")[2])
     # CPU stand-ins count as different devices until here, so that an invalid map is detected on
     # them, too.
@@ -98,7 +96,8 @@ def _completed(found: Mapping[str, str], model: Any) -> dict[str, str]:
     whole = {path for path, devices in places.items() if len(devices) == 1 and path in modules}
     result: dict[str, str] = {}
     for name, place in every.items():
-        result.setdefault(next((path for path in _around(name) if path in whole), name), place)
+        around = reversed(_around(name))
+        result.setdefault(next((path for path in around if path in whole), name), place)
     return result
 
 
@@ -147,16 +146,14 @@ def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _around(name: str) -> Iterator[str]:
-    """Yield the module paths that contain a name, from the root to the name itself."""
-    yield ""
-    steps = name.split(".") if name else []
-    yield from (".".join(steps[:depth]) for depth in range(1, len(steps) + 1))
+def _around(name: str) -> list[str]:
+    """Return a name and the module paths that contain it, innermost first."""
+    return [name, *paths_around(name)]
 
 
 def _covering(found: Mapping[str, str], name: str) -> Any:
     """Return the device of the innermost mapped module around a tensor; None without one."""
-    return next((found[path] for path in reversed(list(_around(name))) if path in found), None)
+    return next((found[path] for path in _around(name) if path in found), None)
 
 
 def _refuse_ties_apart(model: Any, places: Mapping[str, str]) -> None:
@@ -188,9 +185,5 @@ def _refuse_cuts(model: Any, found: Mapping[str, str], places: Mapping[str, set[
 
 def _inside(path: str, found: Mapping[str, str]) -> dict[str, str]:
     """Return for each device the first mapped module at or below a path."""
-    inside = [
-        (name, place)
-        for name, place in found.items()
-        if name == path or name.startswith(f"{path}.")
-    ]
+    inside = [(name, place) for name, place in found.items() if is_part(name, path)]
     return {place: name for name, place in reversed(inside)}

@@ -7,17 +7,18 @@ second time.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from placer.errors import PlacementError
 from placer.exports.restriction import expressible
-from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
+from placer.schema import Device, DeviceLoad, Layer, Placement, PlacementRequest
 from placer.schema.base import PROVEN_GAP
 from placer.solver.referee import (
     by_stage,
     generation,
+    in_flight,
     optimizer_state,
     recompute,
     replicas,
@@ -26,7 +27,8 @@ from placer.solver.referee import (
 )
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
-from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, times_of
+from placer.solver.referee.loads import Times, busiest_ms, times_of
+from placer.solver.referee.map_rules import check_rules, check_stages, runs_forwards
 from placer.solver.referee.memory import Flight, Memory
 from placer.solver.referee.sharding import check_sharded
 
@@ -169,11 +171,11 @@ def _check_by_stage(request: PlacementRequest, placement: Placement) -> None:
     first_recompute = own.model_copy(update={"recompute": again})
     _check_recompute(asked, where, first_recompute)
     repeated = recompute.repeated(asked, where, again)
-    _check_rules(repeated, where, contiguous=True)
-    _check_stages(repeated, where, own)
+    check_rules(repeated, where, contiguous=True)
+    check_stages(repeated, where, own)
     rate_of = by_stage.rates(request, found)
     reading = by_stage.UnitReading(found, repeated)
-    _check_in_flight(repeated, own, reading)
+    in_flight.check_in_flight(repeated, own, reading)
     times = by_stage.times_by_device(repeated, found)
     if not is_step:
         by_stage.with_exchange(repeated, found, times, rate_of)
@@ -189,7 +191,7 @@ def _check_by_stage(request: PlacementRequest, placement: Placement) -> None:
             equal(f"memory of {device.name}", load.memory.total_bytes, 0)
             continue
         memory, share = by_stage.memory_of(found, first), found.share(first)
-        apart = _backwards(asked, own, first)
+        apart = in_flight.backwards(asked, own, first)
         flight = own.in_flight[stages.index(first)] * share
         at_first = load.model_copy(update={"device": first})
         _check_state(memory.request, memory.layers_of(first), at_first, memory)
@@ -220,10 +222,10 @@ def _check_map(
     where = placement.layer_devices
     _check_recompute(request, where, placement)
     repeated = recompute.repeated(request, where, placement.recompute)
-    _check_rules(repeated, where, placement.contiguous)
-    _check_stages(repeated, where, placement)
+    check_rules(repeated, where, placement.contiguous)
+    check_stages(repeated, where, placement)
     reading = _reading(repeated, where, placement.stages, placement.in_flight or None)
-    _check_in_flight(repeated, placement, reading)
+    in_flight.check_in_flight(repeated, placement, reading)
     return repeated, reading
 
 
@@ -292,7 +294,7 @@ def _few_assignments(request: PlacementRequest) -> Iterator[Where]:
 
 def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> bool:
     try:
-        _check_rules(request, where, contiguous)
+        check_rules(request, where, contiguous)
     except PlacementError:
         return False
     used = list(dict.fromkeys(where.values()))
@@ -301,12 +303,15 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
         itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
     )
     slowest = recompute.repeated(request, where, [d for d in used if recompute.may(request, d, 1)])
-    by_segment = _by_segment(request, contiguous)
+    by_segment = in_flight.by_segment(request, contiguous)
     return _within_bottleneck(slowest, where) and any(
-        (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
+        (not contiguous or not _order_matters(request) or runs_forwards(request, where, order))
         and all(
             recompute.least(
-                request, memory, d.name, flight or _least_flight(request, order, contiguous, d.name)
+                request,
+                memory,
+                d.name,
+                flight or in_flight.least(request, order, contiguous, d.name),
             )
             <= d.usable_bytes
             for d in request.devices
@@ -320,106 +325,13 @@ def _order_matters(request: PlacementRequest) -> bool:
     return request.is_training and request.schedule != "fill-drain" and request.chunks > 1
 
 
-# Rules
-
-
-def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> None:
-    rules = request.constraints
-    equal("layers", list(where), [layer.name for layer in request.profile.layers])
-    known = {device.name for device in request.devices}
-    for layer, device in where.items():
-        require(
-            device in known,
-            f"layer {layer!r} is on {device!r}, which is not a device of the cluster",
-        )
-    for layer, device in rules.pinned.items():
-        require(
-            where[layer] == device,
-            f"layer {layer!r} is pinned to {device!r}, but is on {where[layer]!r}",
-        )
-    for name, banned in rules.forbidden.items():
-        for layer in where if name == "*" else (name,):
-            require(where[layer] not in banned, f"layer {layer!r} must not be on {where[layer]!r}")
-    for group in (*request.profile.colocated, *rules.colocated):
-        require(
-            len({where[layer] for layer in group}) <= 1,
-            f"colocated layers {group} are on several devices",
-        )
-    _check_numbers(rules, Counter(where.values()))
-    _check_links(request, where)
-    if contiguous:
-        _check_contiguous(request, where)
-
-
-def _check_numbers(rules: Constraints, used: Counter[str]) -> None:
-    """Refuse numbers of devices, or of layers on a device, that break a rule."""
-    if rules.max_devices is not None:
-        require(
-            len(used) <= rules.max_devices,
-            f"{len(used)} devices are used, {rules.max_devices} are allowed",
-        )
-    if rules.min_devices is not None:
-        require(
-            len(used) >= rules.min_devices,
-            f"{len(used)} devices are used, {rules.min_devices} are demanded",
-        )
-    for device, held in used.items() if rules.max_layers is not None else ():
-        require(
-            held <= (rules.max_layers or 0),
-            f"{device!r} holds {held} layers, {rules.max_layers} are allowed",
-        )
-
-
-def _check_links(request: PlacementRequest, where: Where) -> None:
-    links = links_of(request)
-    for edge, source, target in crossings(request, where):
-        require(
-            (source, target) in links,
-            f"the value of {edge.source!r} has no link from {source!r} to {target!r}",
-        )
-        if request.is_training and edge.gradient_bytes:
-            require(
-                (target, source) in links,
-                f"the gradient of {edge.source!r} has no link back to {source!r}",
-            )
-
-
-def _check_contiguous(request: PlacementRequest, where: Where) -> None:
-    """Take away devices that no other feeds until none is left.
-
-    If some remain, they feed each other.
-    """
-    feeders: dict[str, set[str]] = {device: set() for device in where.values()}
-    for _, source, target in crossings(request, where):
-        feeders[target].add(source)
-    left = set(feeders)
-    while left:
-        first = {device for device in left if left.isdisjoint(feeders[device])}
-        require(
-            bool(first), f"the stages are not contiguous: values go round between {sorted(left)}"
-        )
-        left -= first
-
-
-def _check_stages(request: PlacementRequest, where: Where, placement: Placement) -> None:
-    equal("stages", sorted(placement.stages), sorted(set(where.values())))
-    if placement.contiguous:
-        require(
-            _runs_forwards(request, where, placement.stages),
-            f"stages {placement.stages} are not in pipeline order: a value runs backwards",
-        )
-
-
-def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ...]) -> bool:
-    place = {device: index for index, device in enumerate(order)}
-    return all(place[source] < place[target] for _, source, target in crossings(request, where))
-
-
 def _check_recompute(request: PlacementRequest, where: Where, placement: Placement) -> None:
     """Refuse recomputation on idle devices or where not allowed, and its absence where required."""
     for device in placement.recompute:
         require(device in where.values(), f"{device!r} recomputes, but holds no layer")
-        may = recompute.may(request, device, 1) and not _by_segment(request, placement.contiguous)
+        may = recompute.may(request, device, 1) and not in_flight.by_segment(
+            request, placement.contiguous
+        )
         require(may, f"{device!r} recomputes, which was not asked for")
     for device in set(where.values()) - set(placement.recompute):
         require(
@@ -454,8 +366,8 @@ def _check_loads(
         _check_load(request, times[device.name], load)
         load = _with_all_parameters(load, saved.get(device.name, 0))
         _check_state(request, layers[device.name], load, memory)
-        flight = _flight(request, placement, device.name, reading)
-        backwards = _backwards(request, placement, device.name)
+        flight = in_flight.claimed(request, placement, device.name, reading)
+        backwards = in_flight.backwards(request, placement, device.name)
         _check_memory(memory, flight, backwards, placement, device, load)
         needed = load.memory.total_bytes - saved.get(device.name, 0)
         require(
@@ -546,77 +458,6 @@ def _reading(
     return step.StepReading(request, where, stages, held) if request.objective == "step" else None
 
 
-def _least_flight(
-    request: PlacementRequest, stages: Sequence[str], contiguous: bool, device: str
-) -> int:
-    """Return the fewest micro-batches for which a device must have memory."""
-    if not contiguous or device not in stages or request.schedule == "fill-drain":
-        return request.chunks
-    return min(request.chunks, len(stages) - stages.index(device))
-
-
-def _flight(
-    request: PlacementRequest,
-    placement: Placement,
-    device: str,
-    reading: step.StepReading | None = None,
-) -> Flight:
-    """Return the claimed micro-batches in flight on a device, or on each of its segments."""
-    if reading is not None and _by_segment(request, placement.contiguous):
-        return reading.flights
-    if placement.in_flight and device in placement.stages:
-        return placement.in_flight[placement.stages.index(device)]
-    return request.chunks
-
-
-def _backwards(request: PlacementRequest, placement: Placement, device: str) -> int | None:
-    """Return for how many micro-batches in flight backward passes have memory of their own.
-
-    Each micro-batch beyond the fewest in flight lets one more weight-gradient pass be postponed,
-    which needs such memory. Micro-batches are dealt out in whole runs, and each in a run has one.
-    """
-    if (
-        request.schedule != "zero-bubble"
-        or not placement.in_flight
-        or device not in placement.stages
-    ):
-        return None
-    room = placement.in_flight[placement.stages.index(device)]
-    put_off = 1 + room - _least_flight(request, placement.stages, True, device)
-    runs = room // put_off
-    return room // runs + (room % runs > 0)
-
-
-def _check_in_flight(
-    request: PlacementRequest, placement: Placement, reading: step.StepReading | None
-) -> None:
-    """Raise unless each stage has room for a number of micro-batches that the schedule allows."""
-    claimed = placement.in_flight
-    if reading is not None and _by_segment(request, placement.contiguous):
-        equal("in_flight", claimed, reading.plan.in_flight)
-        return
-    if not request.is_training or not placement.contiguous:
-        require(not claimed, f"in_flight is {claimed}, but devices have room for all micro-batches")
-        return
-    stages = placement.stages
-    least = tuple(_least_flight(request, stages, True, device) for device in stages)
-    if request.schedule != "zero-bubble" or request.objective == "memory":
-        equal("in_flight", claimed, least)
-        return
-    most = min(request.chunks, 2 * len(stages)) if len(stages) > 1 else 1
-    require(
-        len(claimed) == len(stages)
-        and all(a <= one <= most for a, one in zip(least, claimed, strict=True)),
-        f"in_flight is {claimed}: zero-bubble needs {least} or more, "
-        f"and has no use for more than {most}",
-    )
-
-
-def _by_segment(request: PlacementRequest, contiguous: bool) -> bool:
-    """Return whether micro-batches in flight are counted segment by segment."""
-    return not contiguous and (request.objective, request.schedule) == ("step", "interleaved")
-
-
 # Objective
 
 
@@ -646,7 +487,7 @@ def _objective(
     if request.objective == "memory":
         memory = Memory(request, where, placement.contiguous)
         names = [device.name for device in request.devices]
-        flights = [_flight(request, placement, name) for name in names]
+        flights = [in_flight.claimed(request, placement, name) for name in names]
         again = [name in placement.recompute for name in names]
         return float(max(map(memory.total, names, flights, again)))
     return busiest_ms(request, where)
@@ -700,9 +541,9 @@ def _alone(
             changed = {"stages": alone, "contiguous": contiguous, "in_flight": (), "resting": {}}
             lone = placement.model_copy(update=changed)
             if request.is_training and contiguous:
-                least = _least_flight(request, alone, contiguous, device.name)
+                least = in_flight.least(request, alone, contiguous, device.name)
                 lone = lone.model_copy(update={"in_flight": (least,)})
-            flight = _flight(request, lone, device.name, reading)
+            flight = in_flight.claimed(request, lone, device.name, reading)
             again = alone if recompute.alone(request, memory, device, flight) else ()
             need = memory.total(device.name, flight, bool(again))
             lone = lone.model_copy(update={"recompute": again})

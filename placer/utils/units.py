@@ -1,10 +1,10 @@
-"""Quantities as text: ``1.2 GiB``, ``3.4 ms``, ``2 devices``."""
+"""Quantities and lists as text: ``1.2 GiB``, ``3.4 ms``, ``2 devices``, ``conv1, bn1, ...``."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from placer.errors import InputError
 
@@ -67,6 +67,16 @@ def number_text(count: int, one: str) -> str:
     """
     text = count_text(count, one)
     return f"{_NUMBERS[count]}{text[1:]}" if count < 10 else text
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first names, and whether there are more: ``conv1, bn1, ...``.
+
+    Args:
+        names: all names.
+        most: the maximum number of names in the text.
+    """
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def size_text(size_bytes: int) -> str:

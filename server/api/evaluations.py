@@ -17,7 +17,7 @@ from ..judge.evaluation import (
 )
 from ..problem import Problem
 from ..web.replies import json_reply
-from .service import Service, Serving, client_name, refuse_unfinished, valid_id
+from .service import Service, Serving, client_name, no_placement, refuse_unfinished, valid_id
 
 router = APIRouter()
 
@@ -78,8 +78,7 @@ async def load_stored(service: Service, given: str) -> StoredPlacement:
     answer, question = await store.call(store.get, key), await store.call(store.request, key)
     if answer is None:
         await refuse_unfinished(service, key)
-        detail = f"there is no placement {key}; POST its request to /v1/placements"
-        raise Problem(404, "no-such-placement", "There is no such placement", detail)
+        raise no_placement(key)
     if question is None:
         detail = f"the request of placement {key} is not stored; send the request in the body"
         raise Problem(404, "no-such-request", "There is no such request", detail)

@@ -16,7 +16,7 @@ from ..judge.together import together_task
 from ..problem import MEDIA_TYPE as PROBLEM
 from ..problem import Problem
 from ..web.replies import JSON, json_reply
-from .service import OnDisconnect, Service, Serving, Wait, client_name, valid_id
+from .service import OnDisconnect, Service, Serving, Wait, client_name, no_placement, valid_id
 
 router = APIRouter()
 
@@ -191,8 +191,7 @@ async def stored_response(
         return json_reply(request, answer.placement, tagged=True)
     if (failed := await store.call(store.failure, key)) is not None:
         return Response(failed[1], failed[0], media_type=PROBLEM)
-    detail = f"there is no placement {key}; POST its request to /v1/placements"
-    raise Problem(404, "no-such-placement", "There is no such placement", detail)
+    raise no_placement(key)
 
 
 def not_persisted(job: SolveJob) -> Problem:

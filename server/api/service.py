@@ -110,6 +110,12 @@ def valid_id(given: str, kind: str = "placement") -> str:
     return given
 
 
+def no_placement(key: str) -> Problem:
+    """Return the problem of an id without a placement."""
+    detail = f"there is no placement {key}; POST its request to /v1/placements"
+    return Problem(404, "no-such-placement", "There is no such placement", detail)
+
+
 async def refuse_unfinished(service: Service, key: str) -> None:
     """Raise a problem if the placement is still being solved or its solve failed.
 

@@ -120,7 +120,7 @@ def test_every_engine_of_a_training_case_takes_its_turns_and_has_a_row(part, sta
     )
     assert rows["training step by placer.distributed, a process for each device"]["value"] > 0
     assert rows["training step, eager PyTorch on one device"]["value"] > 0
-    assert rows["turns of each engine"]["value"] == part("timing").REPEATS
+    assert rows["turns of each engine"]["value"] == part("timing").repetitions().repeats
     assert rows["loss, largest difference to the unsplit model"]["value"] < 1e-4
     assert all(row["target"] is None for row in found)
 
@@ -376,7 +376,9 @@ def test_a_stream_gives_times_and_results_that_are_the_unsplit_models(part):
     stream, cases = part("stream"), part("cases")
     samples = list(stream.measure(cases.training("gpt"), 2, ["ours", "tutorial"]))
     assert [sample.failed for sample in samples] == [""] * 3
-    assert all(len(sample.values["step_ms"]) == part("timing").REPEATS for sample in samples)
+    assert all(
+        len(sample.values["step_ms"]) == part("timing").repetitions().repeats for sample in samples
+    )
     ours = next(sample for sample in samples if sample.engine == "ours")
     assert ours.values["difference"][0] < 1e-5
     assert ours.values["step_ms"] and ours.devices == 2
@@ -615,7 +617,7 @@ def test_the_large_model_trains_in_turns_with_fsdp2(part, started):
     assert {sample.engine: sample.failed for sample in samples} == {"ours": "", "FSDP2": ""}
     rows = {row["measure"]: row for row in part("rows").rows(samples)}
     assert rows["training step"]["peers"] == {"FSDP2": rows["training step, FSDP2"]["value"]}
-    assert rows["turns of each engine"]["value"] == part("timing").REPEATS
+    assert rows["turns of each engine"]["value"] == part("timing").repetitions().repeats
     assert rows["loss after 2 steps on one batch, over the first"]["value"] < 1
 
 
@@ -650,9 +652,19 @@ def test_a_parked_model_holds_no_memory_and_trains_on_after_it(part):
 
 def test_a_row_of_steps_lasts_as_long_as_clocks_take_to_swing(part, monkeypatch):
     timing = part("timing")
-    monkeypatch.setattr(timing, "ROW_S", 2.0)
+    monkeypatch.setattr(timing, "TINY", replace(timing.TINY, row_s=2.0))
     assert timing.row_of([90.0, 110.0, 100.0]) == 20
-    assert timing.row_of([2000.0]) == timing.SHORTEST_ROW
+    assert timing.row_of([2000.0]) == timing.TINY.shortest_row
+
+
+def test_repetitions_follow_the_size_wherever_the_module_was_imported(part, monkeypatch):
+    """An import under the full size made every later test of the process a full measurement."""
+    timing, contest = part("timing"), part("contest")
+    assert (timing.repetitions(), contest.alone()) == (timing.TINY, 2)
+    with monkeypatch.context() as changed:
+        changed.setattr(part("cases"), "is_small", lambda: False)
+        assert (timing.repetitions(), contest.alone()) == (timing.FULL, 3)
+    assert (timing.repetitions(), contest.alone()) == (timing.TINY, 2)
 
 
 @pytest.fixture
@@ -695,4 +707,5 @@ def test_the_prediction_of_a_sharded_step_has_a_row(part):
         "training step": 10.0,
         "training step, as predicted": 11.0,
         "relative error of that prediction": pytest.approx(0.1),
+        "turns of each engine": 3,
     }

@@ -576,7 +576,7 @@ def test_a_batch_is_no_larger_than_a_service_takes_and_checks_in_time(ask, reque
     # 24 questions of 4 MB in one call were refused, all of them; the profile that they share is
     # checked for each.
     asked = many(named(request_, "x" * 500), 7)
-    monkeypatch.setattr("placer_client.endpoints.BATCH_BYTES", 2300)
+    monkeypatch.setattr("placer_client.bodies.BATCH_BYTES", 2300)
     service = Batches()
     assert [found.id for found in ask(service, "place_many", asked)] == [
         one.content_hash() for one in asked

@@ -108,7 +108,7 @@ def test_unless_told_it_is_measured_there_when_only_there_are_gpus(
         return measure
 
     monkeypatch.setattr(Client, "cluster", lambda self: devices(*names))
-    monkeypatch.setattr(module, "_measure_there", note("there"))
+    monkeypatch.setattr(module, "measure_there", note("there"))
     monkeypatch.setattr(module, "_measure", note("here"))
     with pytest.raises(KeyboardInterrupt):
         suggest(Block(), X, server="http://127.0.0.1:9", progress=False, **options)
@@ -120,7 +120,7 @@ def test_a_server_that_cannot_measure_leaves_it_to_this_machine(monkeypatch):
         raise ServerError("torch is not installed here", 501)
 
     monkeypatch.setattr(Client, "cluster", cannot)
-    assert not module._measures_there(None, "http://127.0.0.1:9", None, None)
+    assert not module.measures_there(None, "http://127.0.0.1:9", None, None)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ def by_page(kind: str) -> dict[str, list[Block]]:
 PROGRAMS = by_page("python")
 SESSIONS = by_page("sh")
 OUTPUTS = by_page("text")
+AS_ON_GPUS = [page for page, shown in PROGRAMS.items() if "on GPUs [" in program(shown)]
+"""Pages whose programs name CPU stand-ins, and say which names GPUs have."""
 
 
 def place(block: Block) -> str:
@@ -133,6 +135,23 @@ def test_the_python_blocks_of_a_page_run_one_after_another(
     page: str, folder: Path, python: str, request: pytest.FixtureRequest
 ) -> None:
     check_outputs(page, "python", run_program(program(PROGRAMS[page]), folder, python, request))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("page", AS_ON_GPUS)
+def test_the_python_blocks_of_a_page_bring_tensors_together_as_gpus_demand(
+    page: str, folder: Path, python: str
+) -> None:
+    """The loop by hand of a guide left its labels on the host, which fails on GPUs alone."""
+    with_checks = "\n".join(
+        (
+            "import sys",
+            "from placer.testing import logical_devices",
+            "with logical_devices(2):",
+            "    exec(compile(sys.stdin.read(), 'page', 'exec'))",
+        )
+    )
+    run([python, "-P", "-c", with_checks], folder, stdin=program(PROGRAMS[page]))
 
 
 @pytest.mark.gpu

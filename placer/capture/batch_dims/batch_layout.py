@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from placer.capture.batch_dims.value_names import name_of_part
 from placer.capture.pytrees import Structure, container_parts
 from placer.errors import InputError
+from placer.utils.units import listed
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -86,7 +87,7 @@ class BatchLayout:
             if dim is not None
         ]
         cuts += [f"{name or 'the target'} by its items" for name in sorted(self.lists)]
-        return (", ".join(cuts[:4]) + (", ..." if len(cuts) > 4 else "")) or "no value was cut"
+        return listed(cuts, 4) or "no value was cut"
 
     def cut(self, tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
         """Return the tensors of each micro-batch; there must be no lists of samples.

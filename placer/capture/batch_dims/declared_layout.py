@@ -24,7 +24,6 @@ from placer.capture.batch_dims.value_names import (
     MAX_NAMES,
     MISSING,
     has_value,
-    is_below,
     name_from_path,
     name_of_part,
     names_in,
@@ -33,6 +32,7 @@ from placer.capture.batch_dims.value_names import (
 from placer.capture.pytrees import Structure, container_parts, flatten, flatten_inputs
 from placer.errors import InputError, kind_of
 from placer.schema import BatchOptions
+from placer.schema.base import is_part
 from placer.schema.options import OTHERS, Cut, rule_for
 
 DEFAULT_OPTIONS = BatchOptions()
@@ -200,7 +200,7 @@ def _refuse_uncut(leaves: Sequence[Any], layout: BatchLayout, rules: Mapping[str
     """Raise an InputError if a part of a target has another size than the batch."""
     for leaf, dim, name in zip(leaves, layout.dims, layout.names, strict=True):
         rule = rule_for(name, rules, 0)[0]
-        goes_whole = rule is None or any(is_below(name, one) for one in layout.lists)
+        goes_whole = rule is None or any(is_part(name, one) for one in layout.lists)
         if dim is None and not goes_whole and isinstance(leaf, Tensor) and leaf.dim():
             which = f"dimension {rule} of it" if rule else "its first dimension"
             raise InputError(
@@ -360,7 +360,7 @@ def _layout(
 
 def _entry(leaf: Any, name: str, rules: Mapping[str, Cut], lists: Collection[str]) -> _Entry:
     rule, key = rule_for(name, rules, 0)
-    is_cut = isinstance(leaf, Tensor) and not any(is_below(name, one) for one in lists)
+    is_cut = isinstance(leaf, Tensor) and not any(is_part(name, one) for one in lists)
     return _Entry(leaf, name, rule if is_cut and isinstance(rule, int) else None, key != OTHERS)
 
 
@@ -427,7 +427,7 @@ def _named_misfit(
         given = value_named(nest, name) if name != OTHERS else None
         if given is None or given is MISSING:
             continue
-        if rule == "items" and not any(is_below(one, name) for one in lists):
+        if rule == "items" and not any(is_part(one, name) for one in lists):
             what = (
                 f"a tensor of shape {tuple(given.shape)}"
                 if isinstance(given, Tensor)
@@ -457,7 +457,7 @@ def _other_misfit(
     rule = rules.get(OTHERS)
     others = [(leaf, name) for leaf, name in leaves if rule_for(name, rules, 0)[1] == OTHERS]
     outside = [
-        (leaf, name) for leaf, name in others if not any(is_below(name, one) for one in lists)
+        (leaf, name) for leaf, name in others if not any(is_part(name, one) for one in lists)
     ]
     shapes = {
         name: tuple(leaf.shape) for leaf, name in outside if isinstance(leaf, Tensor) and leaf.dim()
@@ -515,7 +515,7 @@ def _cut_packed_sequence(
     waiting = list(values.items())
     while waiting:
         name, value = waiting.pop()
-        if isinstance(value, PackedSequence) and any(is_below(one, name) for one in cuts):
+        if isinstance(value, PackedSequence) and any(is_part(one, name) for one in cuts):
             return name
         if not isinstance(value, (Tensor, PackedSequence)):
             labels, children, _ = container_parts(value) or ([], [], None)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from placer.capture.pytrees import container_parts, flatten
+from placer.utils.units import listed
 
 MAX_NAMES = 12
 """Maximum number of names in a message: results such as caches have hundreds of values."""
@@ -69,9 +70,4 @@ def names_in(nest: Any, name: str = "") -> str:
     ]
     if not any(found):
         return "no values that have a name"
-    return ", ".join(found[:MAX_NAMES]) + (", ..." if len(found) > MAX_NAMES else "")
-
-
-def is_below(name: str, above: str) -> bool:
-    """Return whether a name is another one or names a part of it; every name is below ``""``."""
-    return not above or name == above or name.startswith(f"{above}.")
+    return listed(found, MAX_NAMES)

@@ -13,7 +13,6 @@ Each node notes the regions around it, so that a layer border may lie inside a r
 from __future__ import annotations
 
 import math
-import operator
 import os
 import threading
 import traceback
@@ -26,7 +25,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from placer import devices
 from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.batch_symbols import Dims, batch_symbols
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS, call_layout
@@ -35,6 +33,14 @@ from placer.capture.export.inlining import inline_regions
 from placer.capture.export.module_names import CalledNames
 from placer.capture.export.op_effects import has_effect
 from placer.capture.export.subclass_weights import refuse_weights, weights_override_functions
+from placer.capture.export.traced_graph import (
+    PREFIX,
+    merge_tied_nodes,
+    refuse_generators,
+    refuse_shapes_from_values,
+    refuse_shared_inputs,
+    views_to_reshapes,
+)
 from placer.capture.export.tracing_environment import (
     GradientMode,
     HiddenGradientMode,
@@ -47,7 +53,6 @@ from placer.capture.export.tracing_environment import (
     with_tracing_lock,
 )
 from placer.capture.fingerprint import differs_later
-from placer.capture.grouping import storage_roots, written_arguments
 from placer.capture.python_state import attribute_reads, host_rng
 from placer.capture.python_state.global_variables import Variables, unchanged_places
 from placer.capture.python_state.module_hooks import refuse_hooks
@@ -58,7 +63,7 @@ from placer.capture.python_state.module_side_effects import (
     restored_modules,
 )
 from placer.capture.python_state.mutable_inputs import InputChanges, input_changes, written_inputs
-from placer.capture.python_state.plain_tensors import PlainTensors, plain_names
+from placer.capture.python_state.plain_tensors import PlainTensors
 from placer.capture.pytrees import (
     Structure,
     flatten,
@@ -75,9 +80,6 @@ _LIBRARIES = tuple(
 
 _OpenSizes: TypeAlias = dict[int, Any] | None
 """The sizes of a tensor that a graph leaves open: dimension to torch.export.Dim; None for none."""
-
-PREFIX = "module."
-"""Start of the targets in the graph: the user's model is an attribute of ``_FlatModel``."""
 
 
 @dataclass
@@ -319,13 +321,13 @@ def _capture(
             f"forward sets {names} and behaves differently in later calls, which a graph would not"
         )
     # What the graph itself contains and a layer could not run.
-    _refuse_generators(graph_module)
-    _refuse_shapes_from_values(graph_module.graph)
+    refuse_generators(graph_module)
+    refuse_shapes_from_values(graph_module.graph)
     inline_regions(graph_module)
     # Code inside a nested graph reads attributes unseen, so all of them count as read.
     if nested_ops.has_nested_graphs(graph_module):
         traced.notes.count_all_as_read()
-    _views_to_reshapes(graph_module.graph)
+    views_to_reshapes(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=has_effect)
     symbols = batch_symbols(graph_module.graph, dims)
     # Without a batch dimension anywhere, the example counts as one sample.
@@ -460,14 +462,14 @@ def _run_export(
         graph_module = program.module()
         called.rename(graph_module.graph)
         written_to = written_inputs(graph_module.graph)
-        _refuse_shared_inputs(tensors, written_to)
+        refuse_shared_inputs(tensors, written_to)
         # Trace again on copies, so that the written values are results.
         if not written_to <= copied:
             copied = written_to
             continue
         read_before_written(graph_module.graph, {f"{PREFIX}{name}" for name in flat.replaced})
         plain.replace_aliases(graph_module)
-        changed = _merge_tied_nodes(graph_module, module)
+        changed = merge_tied_nodes(graph_module, module)
         if changed.intersection(plain.values_read):
             raise CaptureError(
                 "forward reads the values of a tensor that it also writes to, and a graph would "
@@ -520,103 +522,6 @@ def _clear_frames(error: BaseException) -> None:
             waiting += [one.__cause__, one.__context__]
 
 
-def _refuse_shared_inputs(tensors: Sequence[Any], written_to: set[int]) -> None:
-    """Raise a CaptureError if forward writes to an input that shares memory with another input.
-
-    In the graph, the two inputs are separate copies.
-    """
-    places = [_memory_id(tensor) for tensor in tensors]
-    if any(places.count(places[place]) > 1 for place in written_to if places[place] is not None):
-        raise CaptureError(
-            "forward writes to an input that shares memory with another input; in a graph the "
-            "other input would not change"
-        )
-
-
-def _merge_tied_nodes(graph_module: fx.GraphModule, module: nn.Module) -> set[int]:
-    """Give a tensor that the model knows by several names one node.
-
-    So a write by one name is visible under every name.
-
-    Returns:
-        The identities of the tensors that the graph writes to.
-
-    Raises:
-        CaptureError: forward writes to a tensor that shares memory with another tensor. On another
-            device, each has a copy of its own, and the other would not see the write.
-    """
-    first: dict[int, fx.Node] = {}
-    sharing: dict[int, set[fx.Node]] = {}
-    values: dict[fx.Node, Tensor] = {}
-    graph = graph_module.graph
-    for node in list(graph.nodes):
-        value = operator.attrgetter(node.target)(graph_module) if node.op == "get_attr" else None
-        if not isinstance(value, Tensor):
-            continue
-        values[node] = value
-        if first.setdefault(id(value), node) is not node:
-            node.replace_all_uses_with(first[id(value)])
-            graph.erase_node(node)
-        elif (memory := _memory_id(value)) is not None:
-            sharing.setdefault(memory, set()).add(node)
-    operations = [node for node in graph.nodes if node.op == "call_function"]
-    roots = storage_roots(operations)
-    changed = {
-        root
-        for node in operations
-        for target in written_arguments(node)
-        for root in roots.get(target, {target})
-    }
-    # One tensor has one node by now. Nodes that still share memory are different tensors, and on
-    # another device each has a copy of its own.
-    for nodes in sharing.values():
-        if len(nodes) > 1 and not changed.isdisjoint(nodes):
-            plain = plain_names(module)
-            names = sorted(
-                plain.get(id(values[node]), str(node.target).removeprefix(PREFIX)) for node in nodes
-            )
-            raise CaptureError(
-                f"forward writes to memory that {', '.join(map(repr, names))} share; on other "
-                "devices these have separate copies, of which one would change"
-            )
-    return {id(values[node]) for node in changed if node in values}
-
-
-def _memory_id(tensor: Any) -> int | None:
-    """Return an identifier of a tensor's memory; None for a sparse tensor or a non-tensor."""
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-        return None
-    return int(devices.unwrapped(tensor).untyped_storage()._cdata)
-
-
-def _refuse_shapes_from_values(graph: fx.Graph) -> None:
-    """Raise a CaptureError if the size of a result depends on values of tensors.
-
-    Its memory could not be planned.
-    """
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        for size in value.shape if isinstance(value, Tensor) else ():
-            if isinstance(size, torch.SymInt) and not size.node.has_hint():
-                raise CaptureError(
-                    f"the shape of the result of {node.target} depends on values of tensors"
-                )
-
-
-def _refuse_generators(module: fx.GraphModule) -> None:
-    """Raise a CaptureError if the model draws from its own torch.Generator.
-
-    A graph would not seed it.
-    """
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and isinstance(
-            operator.attrgetter(node.target)(module), torch.Generator
-        ):
-            raise CaptureError(
-                "forward draws from its own torch.Generator, which a graph would not seed"
-            )
-
-
 def _sizes_to_try(
     tensors: Sequence[Any], dims: Dims, free: Sequence[Collection[int]]
 ) -> list[list[_OpenSizes]]:
@@ -654,14 +559,3 @@ def _failure_reason(error: Exception) -> str:
     return (
         f"torch.export: {type(error).__name__}: {lines[0] if lines else ''}"[: 1000 - len(at)] + at
     )
-
-
-def _views_to_reshapes(graph: fx.Graph) -> None:
-    """Turn views into reshapes.
-
-    On another device, an operation may return other strides than in the capture, and a view would
-    fail. With the same strides, a reshape is a view.
-    """
-    for node in graph.nodes:
-        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-            node.target = torch.ops.aten.reshape.default

@@ -28,6 +28,7 @@ from placer.distributed.collective_errors import together
 from placer.distributed.state import optimizer_state
 from placer.distributed.tensor_codec import as_bytes
 from placer.errors import InputError, kind_of
+from placer.utils.units import listed
 
 _OPTIMIZER = "optimizer."
 
@@ -112,8 +113,8 @@ def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> No
     if missing or unknown:
         raise InputError(
             "the state dict does not fit the model; missing keys: "
-            f"{', '.join(missing[:5]) or 'none'}; unknown keys: "
-            f"{', '.join(list(unknown)[:5]) or 'none'}"
+            f"{listed(missing, 5) or 'none'}; unknown keys: "
+            f"{listed(unknown, 5) or 'none'}"
         )
     own = module.state_dict()
     for key, tensor in own.items():

@@ -27,7 +27,7 @@ from placer.executor.generation.operation_trace import (
     filled,
     tensors_of,
 )
-from placer.executor.state.resting_replay import Action, RestingReplay
+from placer.executor.state.resting.resting_replay import Action, RestingReplay
 
 
 @dataclass

@@ -14,6 +14,7 @@ from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.state.replication import ONE_PIPELINE, Replication, owners
 from placer.schema import Placement
 from placer.schema.base import MERGED, WHOLE, Tier, module_paths, paths_around
+from placer.utils.units import listed
 from placer.utils.user_warnings import warn
 
 WRAPPERS = ("module", "_orig_mod")
@@ -209,7 +210,7 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
             if part.partition("@")[0] not in known:
                 raise PlacementError(
                     f"layer {part!r} is not a module of {type(module).__name__}; its layers are "
-                    f"{', '.join(examples[:8])}, ...{_wrapping(part, known)}"
+                    f"{listed(examples or [WHOLE], 8)}{_wrapping(part, known)}"
                 )
 
 
@@ -237,7 +238,7 @@ def warn_of_missing_blocks(module: nn.Module, placement: Placement) -> None:
     ]
     if missing:
         warn(
-            f"the placement has no device for {', '.join(map(repr, missing[:8]))} of "
+            f"the placement has no device for {listed([*map(repr, missing)], 8)} of "
             f"{type(module).__name__}, and they go to any of its devices. If the model "
             "runs them, the placement was solved for a model with fewer blocks: suggest another"
         )

@@ -384,12 +384,14 @@ def state_beside(tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, 
         ),
         {},
     )
-    # torch keeps ``step`` on the host unless the optimizer is capturable or fused
     on_device = group.get("capturable") or group.get("fused")
+    # As in ``load_state_dict``, a ``step`` on the host stays there unless the optimizer is
+    # capturable or fused. ASGD creates it on the parameter's device, and then it follows.
     return {
         key: value
         for key, value in optimizer.state[tensor].items()
-        if isinstance(value, Tensor) and (key != "step" or on_device)
+        if isinstance(value, Tensor)
+        and (key != "step" or on_device or devices.location(value) != devices.HOST)
     }
 
 

@@ -10,10 +10,11 @@ from typing import Any
 from placer.errors import InputError
 from placer.exports.copies import copy_notes
 from placer.exports.format import Format
-from placer.exports.path_table import paths_around
+from placer.exports.path_table import MAX_DEPTH
 from placer.exports.plan import Plan
 from placer.exports.python_data import python_data
-from placer.exports.units import Unit, is_part, modules_of
+from placer.exports.units import Unit, modules_of
+from placer.schema.base import is_part, paths_around
 from placer.schema.faults import nearest
 from placer.utils.units import count_text
 
@@ -117,7 +118,9 @@ class _Runs:
         self._inside: dict[str, list[int]] = {path: [] for path in paths}
         for index, layer in enumerate(layers):
             around = {
-                path for module in modules_of(layer) for path in (module, *paths_around(module))
+                path
+                for module in modules_of(layer)
+                for path in (module, *paths_around(module, MAX_DEPTH))
             }
             for path in around & self._inside.keys():
                 self._inside[path].append(index)

@@ -38,14 +38,15 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, inf
+from math import inf
 from time import monotonic
 
 from placer.schema import Device, Infeasibility, Placement, PlacementRequest
-from placer.schema.base import LARGEST_BYTES, MERGED, WHOLE, Tier, copies_chosen_experts
+from placer.schema.base import LARGEST_BYTES, Tier, copies_chosen_experts
 from placer.solver import answer, costs
 from placer.solver.bounds import simple_bounds
 from placer.solver.costs import Resting
+from placer.solver.latency.resting_layers import evenly, least_sum, may_rest, readers_of
 from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import reduced
 from placer.utils.units import bytes_text
@@ -68,9 +69,6 @@ MOST_ALONE = 8
 
 SHARE = 0.6
 """Share of the remaining time for the search with additional memory."""
-
-MOST_SUMS = 20_000_000
-"""Possible sums of parameters up to which the least one is computed exactly."""
 
 MOST_SIZES = 16
 """Sizes of the largest resting layer that are tried for a device."""
@@ -177,14 +175,13 @@ class _Search:
         ample = [_with_memory(device, LARGEST_BYTES) for device in self._problem.devices]
         self._ample = replace(self._problem, devices=tuple(ample))
         self._sizes = [layer.param_bytes for layer in self._problem.layers]
-        self._may_rest = _may_rest(self._problem)
+        self._may_rest = may_rest(self._problem)
         limits: dict[Tier, int | None] = {
             "host": request.host_memory_bytes,
             "disk": request.disk_bytes,
         }
         self._limits = {tier: limit for tier, limit in limits.items() if limit is not None}
-        # by tier, the devices with measured rates from there
-        self._from = {tier: _reading(self._problem.devices, tier) for tier in self._limits}
+        self._from = {tier: readers_of(self._problem.devices, tier) for tier in self._limits}
         self._known: dict[tuple[int, ...], list[int] | None] = {}
         self.copying = sorted(frozenset[int]().union(*self._from.values()))
         self.best: _Found | None = None
@@ -270,7 +267,7 @@ class _Search:
         for largest in sorted(set(sizes)):
             others = [size for size in sizes if size <= largest]
             others.remove(largest)
-            totals.append(largest + _least_sum(others, self._short_bytes + largest))
+            totals.append(largest + least_sum(others, self._short_bytes + largest))
         return min((total for total in totals if total <= most), default=inf)
 
     def _copying_ms(self, resting: float, on_hosts: int) -> float:
@@ -434,7 +431,7 @@ class _Search:
         for own in by_host.values():
             excess = sum(self._sizes[layer] for layer in own) - self._limits.get("host", 0)
             may_move = [layer for layer in own if assignment[layer] in self._on_disk]
-            moved = _evenly(may_move, self._sizes, excess) if excess > 0 else frozenset[int]()
+            moved = evenly(may_move, self._sizes, excess) if excess > 0 else frozenset[int]()
             if moved is None:
                 return None
             tiers.update(dict.fromkeys(moved, "disk"))
@@ -506,7 +503,7 @@ class _Search:
             sizes = sorted({self._sizes[layer] for layer in among})
             for largest in sizes[-MOST_SIZES:]:
                 fitting = [layer for layer in among if self._sizes[layer] <= largest]
-                chosen = _evenly(fitting, self._sizes, need + 2 * largest)
+                chosen = evenly(fitting, self._sizes, need + 2 * largest)
                 if chosen is not None:
                     found.append((sum(self._sizes[layer] for layer in chosen), chosen))
         for _, chosen in sorted(found, key=lambda pair: pair[0]):
@@ -578,95 +575,9 @@ class _Search:
         return self._left_s() <= 0 or (self._stop is not None and self._stop.is_set())
 
 
-def _reading(devices: Sequence[Device], tier: Tier) -> frozenset[int]:
-    """Return the devices with measured rates from a tier."""
-    return frozenset(
-        number
-        for number, one in enumerate(devices)
-        if one.from_host is not None and (tier == "host" or one.from_disk is not None)
-    )
-
-
 def _with_memory(device: Device, usable_bytes: int) -> Device:
     """Return a device of which all of so much memory is usable."""
     return device.model_copy(update={"memory_bytes": usable_bytes, "reserve_bytes": 0})
-
-
-def _may_rest(problem: Problem) -> tuple[int, ...]:
-    """Return the layers whose parameters are theirs alone, in execution order."""
-    tied = {name for tie in problem.request.profile.tied for name in tie.layers}
-    users: Counter[str] = Counter(
-        path for layer in problem.layers for path in set(_modules(layer.name))
-    )
-    return tuple(
-        number
-        for number, layer in enumerate(problem.layers)
-        if layer.param_bytes
-        and layer.name != WHOLE
-        and layer.name not in tied
-        and all(users[path] == 1 for path in _modules(layer.name))
-    )
-
-
-def _modules(name: str) -> list[str]:
-    """Return the paths of a layer's modules, without the numbers of their calls."""
-    return [path.partition("@")[0] for path in name.split(MERGED)]
-
-
-def _evenly(layers: Sequence[int], sizes: Sequence[int], need: int) -> frozenset[int] | None:
-    """Return layers of so many bytes, evenly spread, and no layer that is not needed.
-
-    The result is None if all layers have fewer bytes.
-
-    Args:
-        layers: in execution order.
-        sizes: by layer, in bytes.
-        need: in bytes.
-    """
-    total = sum(sizes[layer] for layer in layers)
-    if total < need:
-        return None
-    chosen: list[int] = []
-    # Take a layer when the bytes taken are behind the even share of the bytes passed by at least
-    # half of the layer.
-    passed = taken = 0
-    for layer in layers:
-        passed += sizes[layer]
-        if taken + sizes[layer] / 2 <= passed * need / total:
-            chosen.append(layer)
-            taken += sizes[layer]
-    # Rounding to whole layers may take too few bytes, or more than needed.
-    for layer in sorted(set(layers) - set(chosen), key=lambda one: sizes[one]):
-        if taken < need:
-            chosen.append(layer)
-            taken += sizes[layer]
-    for layer in sorted(chosen, key=lambda one: -sizes[one]):
-        if taken - sizes[layer] >= need:
-            chosen.remove(layer)
-            taken -= sizes[layer]
-    return frozenset(chosen)
-
-
-def _least_sum(sizes: Sequence[int], need: int) -> int:
-    """Return the least sum of some of these sizes that is at least ``need``, or a lower bound.
-
-    The result is larger than any sum of the sizes if no sum suffices.
-    """
-    if need <= 0:
-        return 0
-    if sum(sizes) < need:
-        return LARGEST_BYTES
-    unit = gcd(*sizes)
-    if sum(sizes) // unit > MOST_SUMS:
-        return need
-    # Bit n says whether some of the sizes sum to n units. The result is the lowest such sum from
-    # ``first`` on.
-    reached = 1
-    for size in sizes:
-        reached |= reached << size // unit
-    first = -(-need // unit)
-    above = reached >> first
-    return (first + (above & -above).bit_length() - 1) * unit
 
 
 def _shifted(where: tuple[int, ...], place: int, distance: int) -> Iterator[tuple[int, ...]]:

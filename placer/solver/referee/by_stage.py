@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from placer.schema import Edge, Placement, PlacementRequest
+from placer.schema import Placement, PlacementRequest
 from placer.solver.referee import replicas
 from placer.solver.referee.claims import equal, require
-from placer.solver.referee.loads import Times, links_of
+from placer.solver.referee.loads import Times, crossings, links_of
+from placer.solver.referee.map_rules import check_used
 from placer.solver.referee.memory import Memory
 from placer.solver.referee.step import StepReading
 
@@ -72,10 +73,7 @@ def claim(request: PlacementRequest, placement: Placement) -> Claim:
     require(set(used) <= set(known), "a replica is on a device that the cluster does not have")
     kinds = {(known[name].type, known[name].usable_bytes) for name in used}
     require(len(kinds) == 1, "replicas by stage are on unlike devices")
-    least, most = rules.min_devices or 1, rules.max_devices or len(used)
-    require(
-        least <= len(used) <= most, f"{len(used)} devices are used, {least} to {most} are allowed"
-    )
+    check_used(rules, len(used))
     units = math.lcm(*map(len, members.values()))
     size, rest = divmod(placement.batch_size, units)
     sizes = {profile.batch_size: profile for profile in (request.profile, *request.profiles)}
@@ -148,7 +146,7 @@ class UnitReading(StepReading):
     def _crossings(self) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
         values: dict[tuple[int, int], float] = defaultdict(float)
         gradients: dict[tuple[int, int], float] = defaultdict(float)
-        for edge, source, target in _crossing_stages(self._request, self._found):
+        for edge, source, target in crossings(self._request, self._found.placement.layer_devices):
             pair = (
                 self._found.placement.stages.index(source),
                 self._found.placement.stages.index(target),
@@ -159,14 +157,6 @@ class UnitReading(StepReading):
                     self._request, self._found, (target, source), edge.gradient_bytes
                 )
         return values, gradients
-
-
-def _crossing_stages(request: PlacementRequest, found: Claim) -> Iterator[tuple[Edge, str, str]]:
-    """Yield every value that crosses a border, with the first devices of both stages."""
-    where = found.placement.layer_devices
-    for edge in request.profile.edges:
-        for target in sorted({where[name] for name in edge.targets} - {where[edge.source]}):
-            yield edge, where[edge.source], target
 
 
 def _unit_ends(found: Claim, ends: tuple[str, str]) -> list[tuple[str, str]]:
@@ -205,7 +195,7 @@ def times_by_device(request: PlacementRequest, found: Claim) -> dict[str, Times]
         one_ms = layer.forward_ms[kinds[first]] + layer.backward_ms[kinds[first]]
         for name in found.members[first]:
             times[name].compute_ms += found.share(first) * one_ms
-    for edge, source, target in _crossing_stages(request, found):
+    for edge, source, target in crossings(request, found.placement.layer_devices):
         for sender, receiver in _unit_ends(found, (source, target)):
             there = links[sender, receiver].transfer_ms(edge.bytes)
             times[sender].send_ms += there

@@ -24,6 +24,7 @@ from placer.schema import (
     Profile,
 )
 from placer.solver.referee.claims import equal, near, require
+from placer.solver.referee.map_rules import check_used
 from placer.solver.referee.memory import stage_pieces
 from placer.solver.referee.step import StepReading
 
@@ -88,11 +89,7 @@ def _check_devices(request: PlacementRequest, placement: Placement) -> None:
     )
     for device, members in claimed.items():
         equal(f"first replica of {device}", members[0].device, device)
-    rules = request.constraints
-    least, most = rules.min_devices or 1, rules.max_devices or len(used)
-    require(
-        least <= len(used) <= most, f"{len(used)} devices are used, {least} to {most} are allowed"
-    )
+    check_used(request.constraints, len(used))
 
 
 def _check_shares(request: PlacementRequest, placement: Placement) -> None:

@@ -11,7 +11,7 @@ from placer.errors import PlacementError
 from placer.exports.units import is_number
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.schema import Layer, Placement, PlacementRequest, Profile
-from placer.schema.base import MERGED, WHOLE
+from placer.schema.base import WHOLE, module_paths
 from placer.solver.referee.claims import equal, near, require
 from placer.solver.referee.memory import Memory
 from placer.solver.referee.replicas import Rate, rates_while_computing, with_part_of_optimizer
@@ -102,8 +102,7 @@ def _units(request: PlacementRequest) -> dict[str, str | None]:
 
 def _paths(layer: str) -> list[str]:
     """Return the paths of the modules in a layer; an empty one for the whole model."""
-    paths = [path.split("@")[0] for path in layer.split(MERGED)]
-    return ["" if path == WHOLE else path for path in paths]
+    return ["" if path == WHOLE else path for path in module_paths(layer)]
 
 
 def _block(path: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from placer.errors import PlacementError
 from placer.schema import Placement, PlacementRequest
-from placer.schema.base import MERGED, WHOLE, Tier, copies_chosen_experts
+from placer.schema.base import WHOLE, Tier, copies_chosen_experts, module_paths
 from placer.solver.referee.claims import equal, near, require
 
 Where = Mapping[str, str]
@@ -123,13 +123,9 @@ def _check_layers(request: PlacementRequest, placement: Placement) -> None:
     names = [layer.name for layer in request.profile.layers]
     tied = {name for tie in request.profile.tied for name in tie.layers}
     for name in placement.resting:
-        alike = [other for other in names if not _modules(other).isdisjoint(_modules(name))]
+        own = set(module_paths(name))
+        alike = [other for other in names if not own.isdisjoint(module_paths(other))]
         require(
             name != WHOLE and name not in tied and alike == [name],
             f"parameters of {name!r} rest off its device, but other layers use them",
         )
-
-
-def _modules(name: str) -> set[str]:
-    """Return the paths of the modules of a layer, whichever of their calls it is."""
-    return {path.split("@")[0] for path in name.split(MERGED)}

@@ -253,6 +253,14 @@ def test_a_layer_that_is_not_named_by_its_name_is_told_which_that_is(key: Any, t
         flow.update_flow()
 
 
+def test_a_model_without_modules_is_named_as_its_only_layer() -> None:
+    # The message listed nothing, followed by dots.
+    with pytest.raises(
+        PlacementError, match=r"'net1' is not a module .*; its layers are \(model\)$"
+    ):
+        DataFlow(nn.Linear(10, 4), DEVICES).update_flow(_placement())
+
+
 def test_a_module_as_a_layers_name_is_told_its_own() -> None:
     model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
     flow = DataFlow(model, DEVICES)

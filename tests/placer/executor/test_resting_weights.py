@@ -17,7 +17,7 @@ from placer import BatchOptions, DataFlow, devices
 from placer.devices import tensor_moves
 from placer.errors import InputError, PlacementError
 from placer.executor.segments import Segment, Step
-from placer.executor.state.weight_slots import Unit
+from placer.executor.state.resting.weight_slots import Unit
 from placer.testing import logical_devices
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from placer.exports.path_table import PathTable, paths_around
+from placer.exports.path_table import PathTable
 
 
 def test_a_layer_has_the_value_of_the_innermost_path_around_it() -> None:
@@ -18,9 +18,3 @@ def test_a_layer_also_has_the_values_of_its_parts() -> None:
     assert table.of("a.b+a.c.e") == {1: "a.b", 2: "a.c.e"}
     assert table.of("(model)") == {1: "a", 2: "a.c.d"}
     assert table.of("x") == {}
-
-
-def test_the_paths_around_a_module_end_with_the_model() -> None:
-    assert list(paths_around("a.b.c")) == ["a.b", "a", ""]
-    assert list(paths_around("")) == []
-    assert len(list(paths_around("a." * 5_000 + "a"))) <= 101

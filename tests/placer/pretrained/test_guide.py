@@ -1,4 +1,4 @@
-"""The programs and commands of the guide run with a small checkpoint."""
+"""The programs and commands of the guides run with a small checkpoint."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from documentation import Block, blocks
 
 from placer.estimator import checkpoints
 
-GUIDE = "docs/guides/run.md"
+GUIDES = ("docs/guides/run.md", "docs/guides/offloading.md")
 MOST_LINES = 9
 """From a checkpoint folder to streamed text takes under ten lines."""
 
 
 def parts(kind: str) -> list[Block]:
-    return [block for block in blocks() if block.page == GUIDE and block.kind == kind]
+    """Return the blocks of a kind, in the order of the guides."""
+    return [
+        block for guide in GUIDES for block in blocks() if (block.page, block.kind) == (guide, kind)
+    ]
 
 
 @pytest.mark.integration
-def test_the_guides_program_and_command_stream_text(
+def test_the_programs_and_commands_of_the_guides_stream_text(
     run: Run,
     llama: Path,
     tmp_path: Path,
@@ -35,10 +38,10 @@ def test_the_guides_program_and_command_stream_text(
     first, *others = parts("python")
     assert len(first.text.splitlines()) <= MOST_LINES
     names: dict[str, object] = {}
-    exec(compile(first.text, GUIDE, "exec"), names)
+    exec(compile(first.text, first.page, "exec"), names)
     assert capsys.readouterr().out.strip()
     for block in others:
-        exec(compile(block.text, GUIDE, "exec"), names)
+        exec(compile(block.text, block.page, "exec"), names)
         assert capsys.readouterr().out.strip()
     for command in (block for block in parts("sh") if block.text.startswith("placer run")):
         answer = run(*shlex.split(command.text)[1:])

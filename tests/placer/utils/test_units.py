@@ -8,6 +8,7 @@ from placer.errors import InputError
 from placer.utils.units import (
     bytes_text,
     count_text,
+    listed,
     ms_text,
     parse_bandwidth,
     parse_bytes,
@@ -113,3 +114,10 @@ def test_times_are_read_with_their_unit(text: str, seconds: float) -> None:
 def test_a_time_without_a_unit_is_refused() -> None:
     with pytest.raises(InputError, match="'20' is not a time"):
         parse_seconds("20")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"), [([], ""), (["a", "b"], "a, b"), (["a", "b", "c"], "a, b, ...")]
+)
+def test_a_list_ends_with_dots_if_names_are_left_out(names: list[str], text: str) -> None:
+    assert listed(names, 2) == text

@@ -11,7 +11,7 @@ from resting_models import CHOSEN, EXPERTS, LAYERS, blocks, mixture, placed, spo
 from torch import Tensor
 
 from placer import DataFlow, Placement
-from placer.executor.state import expert_weights
+from placer.executor.state.resting import expert_weights
 from placer.schema import base
 from placer.testing import logical_devices
 

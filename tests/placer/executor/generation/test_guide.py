@@ -10,7 +10,7 @@ from model_list import transformers
 
 from placer.testing import logical_devices
 
-GUIDE = "docs/guides/inference.md"
+GUIDE = "docs/guides/generation.md"
 
 
 def _programs() -> list[str]:

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from placer.executor.state import resting_weights, weight_slots
-from placer.executor.state.resting_replay import Action, RestingReplay
-from placer.executor.state.weight_slots import Slots, Unit, in_turn
+from placer.executor.state.resting import resting_weights, weight_slots
+from placer.executor.state.resting.resting_replay import Action, RestingReplay
+from placer.executor.state.resting.weight_slots import Slots, Unit, in_turn
 
 Clock = Counter[str]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from placer.executor.state.resting_replay import Action, RestingReplay
+from placer.executor.state.resting.resting_replay import Action, RestingReplay
 
 
 class _Slots:

@@ -94,6 +94,31 @@ def test_three_steps_equal_the_unsplit_models(name: str) -> None:
         torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["ASGD", "Rprop", "Adagrad", "RMSprop", "NAdam", "RAdam"])
+def test_a_step_after_every_layer_moved_equals_the_unsplit_models(name: str) -> None:
+    # The ``step`` of ASGD stayed on the old device of its layer.
+    kind, options = WAYS[name]
+    model, whole = _models()
+    inputs, target = _batch()
+    theirs = kind(_groups(whole), **options)
+    with logical_devices(3):
+        flow = _placed(model)
+        ours = kind(_groups(model), **options)
+        step = flow.train_step(functional.mse_loss, ours)
+        step(inputs, target, chunks=4)
+        for layer in flow.layer_gpus:
+            flow.layer_gpus[layer] += 1
+        flow.update_flow()
+        for _ in range(2):
+            step(inputs, target, chunks=4)
+    for _ in range(3):
+        theirs.zero_grad()
+        functional.mse_loss(whole(inputs), target).backward()
+        theirs.step()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-10, rtol=1e-10)
+
+
 def test_every_optimizer_of_torch_was_tried_or_cannot_step_by_dense_gradients_of_any_shape() -> (
     None
 ):

@@ -25,9 +25,9 @@ from placer.devices import FileReader, MappedFile
 from placer.errors import InputError
 from placer.executor.segments import Segment, Step
 from placer.executor.state.assignment import Assignment
-from placer.executor.state.expert_weights import ChosenExperts
-from placer.executor.state.resting_replay import Action
-from placer.executor.state.weight_slots import SLOTS, Slots, Unit, in_turn
+from placer.executor.state.resting.expert_weights import ChosenExperts
+from placer.executor.state.resting.resting_replay import Action
+from placer.executor.state.resting.weight_slots import SLOTS, Slots, Unit, in_turn
 from placer.schema.base import copies_chosen_experts, module_paths
 
 Note = Callable[[Callable[[], None], torch.device], None]
@@ -146,7 +146,11 @@ class RestingWeights:
         place: torch.device,
     ) -> None:
         """Add the unit of a layer, and its modules."""
-        paths = [path for path in module_paths(layer) if any(_is_in(name, path) for name in names)]
+        paths = [
+            path
+            for path in dict.fromkeys(module_paths(layer))
+            if any(_is_in(name, path) for name in names)
+        ]
         number = len(self._units[place]) % SLOTS
         own = [parameters[name] for name in names]
         unit = Unit(own, self._slots[place], number, len(paths), self._files, self._chosen)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from placer.devices import Mark
-from placer.executor.state.weight_slots import SLOTS, Unit
+from placer.executor.state.resting.weight_slots import SLOTS, Unit
 
 
 @dataclass(eq=False)

@@ -1,0 +1,1 @@
+"""Weights that rest on the host between passes, in memory or on the disk."""
