@@ -477,7 +477,7 @@ def _refuse_other_passes(prompt: Profile, token: Profile) -> None:
 
 
 def _refuse_another_layer(before: Layer, layer: Layer) -> None:
-    """Raise a ValueError if a layer of a one-token pass is not that of the prompt's pass."""
+    """Raise a ValueError if a layer of a one-token pass differs from the prompt's layer."""
     if layer.expert_bytes != before.expert_bytes:
         raise ValueError(
             f"token_profile: layer {layer.name!r} has {layer.expert_bytes} bytes of experts, "

@@ -235,7 +235,7 @@ class Decoding:
         return ReplayedCall(result, call, recording, self._version, contents)
 
     def accepts(self, ahead: ReplayedCall) -> bool:
-        """Return whether the model is as it was for a pass ahead; take the pass back otherwise.
+        """Return whether the model is unchanged since a pass ahead; take the pass back otherwise.
 
         Args:
             ahead: what ``run_ahead`` returned last.

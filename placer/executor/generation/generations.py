@@ -61,8 +61,8 @@ class _Slot:
         number: from 0, whose streams are the caller's.
         decoding: its recorded passes.
         streams: its own; None for the caller's.
-        streams_ahead: for passes ahead; None if there are none.
-        ahead: the passes ahead of the present call of ``generate``; None if there are none.
+        streams_ahead: for passes ahead; None without them.
+        ahead: the passes ahead of the present call of ``generate``; None without them.
         latest: the device of results and the backend of the latest call.
     """
 
