@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
+from placer import devices
 from placer.executor.state.model_fingerprint import Attributes, Census
-from placer.executor.state.tensor_versions import writes
+
+_version = attrgetter("_version")
 
 _PLAIN = (bool, int, float, str, list, tuple, dict, set, type(None))
 
@@ -51,9 +54,15 @@ class ModelState:
                 return False
         return self._attributes.hold() and self._now_addresses() == self._addresses
 
-    def writes(self) -> list[Any]:
-        """Return a list that differs after any tensor was written to; see ``tensor_versions``."""
-        return writes(self._census.state)
+    def writes(self) -> list[int]:
+        """Return how often each tensor was written to in place, as far as torch counts it.
+
+        It counts no writes through ``.data``, and none to tensors of the inference mode.
+        """
+        try:
+            return [*map(_version, devices.unwrapped_all(self._census.state))]
+        except RuntimeError:
+            return []
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[Any, str]]:

@@ -196,7 +196,7 @@ class ReplayedCall:
     call: Call
     recording: Recording
     version: int
-    contents: Sequence[Any]
+    contents: Sequence[int]
 
 
 class Kept:
