@@ -28,12 +28,22 @@ def devices() -> Iterator[list[torch.device]]:
 
 @pytest.fixture(scope="module")
 def profile(devices: list[torch.device]) -> placer.Profile:
-    """Return a measured profile whose layers all take 1 ms, so that answers do not vary."""
+    """Return a measured profile whose layers all take the same times, so that answers do not vary.
+
+    A measured time of the optimizer that another process interrupts changes the best placement.
+    """
     measured = placer.profile(
         _model(), (_data()[0][:2],), devices=devices, repeats=1, cache=False, granularity="fine"
     )
     kinds = {device.type for device in measured.cluster.devices}
-    equal = {"forward_ms": dict.fromkeys(kinds, 1.0), "backward_ms": dict.fromkeys(kinds, 2.0)}
+    times = {
+        "forward_ms": 1.0,
+        "backward_ms": 2.0,
+        "weight_grad_ms": 1.0,
+        "optimizer_ms": 0.2,
+        "host_ms": 0.2,
+    }
+    equal = {name: dict.fromkeys(kinds, time_ms) for name, time_ms in times.items()}
     layers = tuple(layer.model_copy(update=equal) for layer in measured.layers)
     return measured.model_copy(update={"layers": layers})
 
