@@ -282,7 +282,7 @@ def placement_of_groups(request: PlacementRequest, choice: GroupChoice) -> Place
     assert groups is not None and found is not None
     asked, names = choice.request, [device.name for device in request.devices]
     profile = asked.profile
-    loads = _loads(choice, groups, found)
+    loads = loads_of_groups(request.devices, groups, found)
     changed: dict[str, Any] = {
         "objective_value": found.value,
         "status": "feasible",
@@ -322,11 +322,16 @@ def placement_of_groups(request: PlacementRequest, choice: GroupChoice) -> Place
     return Placement.model_validate(header | changed)
 
 
-def _loads(
-    choice: GroupChoice, groups: Sequence[Group], found: GroupCosts
+def loads_of_groups(
+    devices: Sequence[Device], groups: Sequence[Group], found: GroupCosts
 ) -> dict[str, DeviceLoad]:
-    """Return the load of each device that holds layers, by its name."""
-    devices = choice.model.problem.devices
+    """Return the load of each device that holds layers, by its name.
+
+    Args:
+        devices: of the request.
+        groups: the stages.
+        found: their costs.
+    """
     return {
         devices[device].name: DeviceLoad(
             device=devices[device].name,
