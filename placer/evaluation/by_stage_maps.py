@@ -1,7 +1,7 @@
 """Evaluation of maps whose stages each have a number of replicas of their own.
 
-The costs are those of the solver's groups, see ``placer.solver.replicas.group_costs``: a
-micro-batch consists of units, which are micro-batches of a measured size.
+``placer.solver.replicas.group_costs`` has the costs, as for the solver's own plans. A micro-batch
+consists of units, which are micro-batches of a measured size.
 """
 
 from __future__ import annotations

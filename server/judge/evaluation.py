@@ -96,7 +96,7 @@ class CompareBody(_Body):
     def _of_maps(
         cls, given: dict[str, dict[str, tuple[Replica, ...]]], info: ValidationInfo
     ) -> dict[str, dict[str, tuple[Replica, ...]]]:
-        """Check that replicas are those of a map."""
+        """Check that replicas belong to a map."""
         maps = info.data.get("maps", {})
         if unknown := [name for name in given if name not in maps]:
             raise ValueError(f"are given for {unknown[0]!r}, which is not a map; give it in maps")

@@ -78,7 +78,7 @@ def maps_of_pipelines(where: Map, replicas: Replicas) -> list[dict[str, str]]:
 
 
 def unit_profile(request: PlacementRequest, samples: int) -> Profile | None:
-    """Return the measurements of a unit of so many samples; None if there are none."""
+    """Return the measurements of a unit, or None without a profile of its size."""
     profiles = (request.profile, *request.profiles)
     return next((one for one in profiles if one.batch_size == samples), None)
 
