@@ -269,6 +269,26 @@ def branching_request(seed, **asked):
     return request.model_copy(update=changed | asked)
 
 
+def two_to_one(body):
+    """The body of a request to the service, changed so that its best shape is 2-1.
+
+    Only the last layer has gradients, and they take long to exchange.
+    """
+    names = ["cuda:0", "cuda:1", "cuda:2"]
+    device, link = body["cluster"]["devices"][0], body["cluster"]["links"][0]
+    links = [link | {"source": a, "target": b} for a, b in itertools.permutations(names, 2)]
+    cluster = {"devices": [device | {"name": name} for name in names], "links": links}
+    *light, last = body["profile"]["layers"]
+    layers = [*(layer | {"grad_bytes": 0} for layer in light), last | {"grad_bytes": 2**33}]
+    asked = {"objective": "step", "chunks": 12, "replicas": "by-stage", "schedule": "1f1b"}
+    return {
+        **body,
+        **asked,
+        "profile": body["profile"] | {"layers": layers},
+        "cluster": body["cluster"] | cluster,
+    }
+
+
 def in_every_order(request):
     """The question once for each order of its layers in which values run forwards."""
     layers = request.profile.layers

@@ -5,6 +5,7 @@ import json
 from contextlib import ExitStack
 
 import pytest
+from replicas_by_stage import two_to_one
 
 from placer.schema import PlacementRequest
 from placer.solver.solve import solve
@@ -81,18 +82,8 @@ def test_copies_of_the_model_are_judged_and_compared_with_the_best_shape(serve, 
 
 def test_replicas_by_stage_are_judged_compared_and_shown(serve, request_body):
     client = serve(solve)
-    body = request_body(objective="step", chunks=12, replicas="by-stage", schedule="1f1b")
-    third = {**body["cluster"]["devices"][0], "name": "cuda:2"}
+    body = two_to_one(request_body())
     names = ["cuda:0", "cuda:1", "cuda:2"]
-    link = body["cluster"]["links"][0]
-    body["cluster"]["devices"].append(third)
-    body["cluster"]["links"] = [
-        {**link, "source": a, "target": b} for a in names for b in names if a != b
-    ]
-    layers = body["profile"]["layers"]
-    for layer in layers[:-1]:
-        layer["grad_bytes"] = 0
-    layers[-1]["grad_bytes"] = 2**33
     placed = client.post("/v1/placements?wait=20", json=body).json()
     assert [len(members) for members in placed["replicas"].values()] == [2]
     key = placed["id"]
