@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, permutations
 
 import pytest
 from replicas_by_stage import (
@@ -297,6 +297,31 @@ def test_links_between_units_and_between_replicas_are_needed(missing: tuple[str,
     found = evaluated(request.model_copy(update={"cluster": cluster}), three_to_one(request))
     assert [(one.kind, one.devices) for one in found.faults] == [("link-missing", missing)]
     assert found.objective_value is None
+
+
+def test_each_replica_sends_its_own_units_and_needs_links_for_these_alone() -> None:
+    request = of_two_layers()
+    names = [f"d{number}" for number in range(6)]
+    device, link = request.devices[0], request.placed_on.links[0]
+    ends = [*permutations(names, 2)]
+
+    def linked_by(pairs: list[tuple[str, str]]) -> PlacementRequest:
+        changed = {
+            "devices": tuple(device.model_copy(update={"name": name}) for name in names),
+            "links": tuple(link.model_copy(update={"source": a, "target": b}) for a, b in pairs),
+        }
+        return request.model_copy(update={"cluster": request.placed_on.model_copy(update=changed)})
+
+    whole = linked_by(ends)
+    given = map_of_plan(whole, whole.profile, (2, 4), (1,))
+    # d0 has units 0 and 1, which d2 and d3 read; d1 has units 2 and 3, which d4 and d5 read
+    unused = [("d0", "d4"), ("d0", "d5"), ("d1", "d2"), ("d1", "d3")]
+    unused += [(target, source) for source, target in unused]
+    found = evaluated(linked_by([pair for pair in ends if pair not in unused]), given)
+    assert found == evaluated(whole, given)
+    assert found.valid
+    found = evaluated(linked_by([pair for pair in ends if pair != ("d1", "d4")]), given)
+    assert [(one.kind, one.devices) for one in found.faults] == [("link-missing", ("d1", "d4"))]
 
 
 def test_values_must_not_run_in_a_cycle_between_stages() -> None:
