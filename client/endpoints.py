@@ -291,10 +291,10 @@ class Endpoints(Sender):
         content: dict[str, Any] = {
             "maps": {name: _layer_map(where) for name, where in devices.items()}
         }
-        if request is not None:
-            content["request"] = _request_fields(request)
         if replicas:
             content["replicas"] = replicas
+        if request is not None:
+            content["request"] = _request_fields(request)
         query = "?" + "&".join(f"id={_quoted(one)}" for one in ids) if ids else ""
         return (yield from self._post(Comparison, f"/v1/placements:compare{query}", content))
 
