@@ -139,7 +139,7 @@ class AsyncClient(BaseClient):
 
     async def compare(
         self,
-        maps: Mapping[str, Mapping[str, str]] | None = None,
+        maps: Mapping[str, Mapping[str, str] | LayerMap] | None = None,
         ids: Sequence[str] = (),
         request: PlacementRequest | None = None,
     ) -> Comparison:

@@ -236,14 +236,14 @@ class Client(BaseClient):
 
     def compare(
         self,
-        maps: Mapping[str, Mapping[str, str]] | None = None,
+        maps: Mapping[str, Mapping[str, str] | LayerMap] | None = None,
         ids: Sequence[str] = (),
         request: PlacementRequest | None = None,
     ) -> Comparison:
         """Compare maps and placements, all evaluated for one request.
 
         Args:
-            maps: Device of each layer, by the name of the map.
+            maps: Device of each layer, or a ``LayerMap`` with replicas, by the name of the map.
             ids: Ids of placements.
             request: Request for the evaluation; the first placement's request if None.
 

@@ -270,15 +270,29 @@ class Endpoints(Sender):
         return (yield from self._post(Evaluation, f"/v1/placements:evaluate{query}", content))
 
     def compare(
-        self, maps: Mapping[str, Map], ids: Sequence[str], request: PlacementRequest | None
+        self,
+        maps: Mapping[str, Map | LayerMap],
+        ids: Sequence[str],
+        request: PlacementRequest | None,
     ) -> Exchange[Comparison]:
         """Compare maps."""
         if not isinstance(maps, Mapping):
             given = type(maps).__name__
             raise InputError(f"maps is a {given}; give maps by name, and placements as ids=[...]")
-        content: dict[str, Any] = {
-            "maps": {name: _layer_map(where) for name, where in maps.items()}
+        replicas = {
+            name: where.model_dump(mode="json")["replicas"]
+            for name, where in maps.items()
+            if isinstance(where, LayerMap) and where.replicas
         }
+        devices = {
+            name: where.layer_devices if isinstance(where, LayerMap) else where
+            for name, where in maps.items()
+        }
+        content: dict[str, Any] = {
+            "maps": {name: _layer_map(where) for name, where in devices.items()}
+        }
+        if replicas:
+            content["replicas"] = replicas
         if request is not None:
             content["request"] = request_fields(request)
         query = "?" + "&".join(f"id={_quoted(one)}" for one in ids) if ids else ""

@@ -6,13 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from placer.errors import InputError, kind_of
-from placer.evaluation.faults import Map, name_faults
-from placer.evaluation.map_costs import MapCosts, costs_of_map
-from placer.evaluation.replicated_maps import (
-    ReplicatedCosts,
-    evaluated_with_replicas,
-    require_replicas_fit,
-)
+from placer.evaluation.faults import name_faults
+from placer.evaluation.map_costs import MapCosts, ReplicatedCosts, costs_of_map
+from placer.evaluation.replicated_maps import evaluated_with_replicas, require_replicas_fit
 from placer.exports.formats import format_named
 from placer.exports.restriction import expressible
 from placer.schema import (
@@ -30,6 +26,7 @@ from placer.schema.options import combined
 from placer.solver import generation
 from placer.solver.answer import single_device
 from placer.solver.problem import Problem
+from placer.solver.replicas.group_maps import Map
 from placer.solver.solve import solve
 from placer.solver.step import step_answer
 from placer.solver.step.choices import best_for, question_of, questions

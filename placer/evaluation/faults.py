@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import permutations
 
-from placer.schema import DeviceLoad, Fault, FaultKind, PlacementRequest, Replica
+from placer.schema import DeviceLoad, Fault, FaultKind, PlacementRequest
 from placer.schema.faults import clip
 from placer.solver.problem import ROUNDING
+from placer.solver.replicas.group_maps import Map, Replicas, maps_of_pipelines
 from placer.utils.units import bytes_text, count_text
 
 # Largest number of layers that a fault names; further ones are counted.
 MAX_NAMED = 20
-
-Map = Mapping[str, str]
-"""The device of each layer."""
-
-
-Replicas = Mapping[str, Sequence[Replica]]
-"""As ``Placement.replicas``: by device of a map, all devices that hold its layers."""
 
 
 def name_faults(request: PlacementRequest, where: Map, replicas: Replicas) -> Iterator[Fault]:
@@ -153,6 +147,24 @@ def exchange_faults(request: PlacementRequest, replicas: Replicas) -> Iterator[F
                 yield _fault("link-missing", (), (source, target), detail)
 
 
+def faults_of_all(request: PlacementRequest, where: Map, replicas: Replicas) -> list[Fault]:
+    """Return the violated requirements that are about all pipelines together.
+
+    Args:
+        request: the question.
+        where: the device of each layer.
+        replicas: by device of the map.
+    """
+    maps = maps_of_pipelines(where, replicas)
+    found = [
+        *device_count_faults(request, {device for own in maps for device in own.values()}),
+        *(fault for own in maps for fault in device_faults(request, own)),
+        *exchange_faults(request, replicas),
+    ]
+    # pipelines may share devices
+    return list(dict.fromkeys(found))
+
+
 def not_contiguous(request: PlacementRequest, where: Map, remedy: str) -> Fault:
     """Return the fault of stages that form a cycle.
 
@@ -161,7 +173,7 @@ def not_contiguous(request: PlacementRequest, where: Map, remedy: str) -> Fault:
     Args:
         request: the request.
         where: the device of each layer.
-        remedy: what the user can do.
+        remedy: what the user can do, and what the cost assumes.
     """
     feeds = {
         (where[edge.source], where[target])
@@ -180,7 +192,7 @@ def not_contiguous(request: PlacementRequest, where: Map, remedy: str) -> Fault:
         left -= last
     detail = (
         f"the stages are not contiguous: values form a cycle between {_listed(sorted(left))}."
-        f" {remedy}, and the cost here assumes it"
+        f" {remedy}"
     )
     return _fault("not-contiguous", (), sorted(left), detail)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from placer.evaluation.faults import (
-    Map,
     constraint_faults,
     link_faults,
     memory_faults,
@@ -19,6 +18,7 @@ from placer.solver import costs
 from placer.solver.answer import device_loads
 from placer.solver.problem import Problem
 from placer.solver.replicas.gradient_exchange import with_amortised_exchanges
+from placer.solver.replicas.group_maps import Map
 from placer.solver.replicas.replication import Replication
 
 
@@ -47,6 +47,22 @@ class MapCosts(NamedTuple):
         """The devices that hold layers, in pipeline order; empty without costs."""
         stages = () if self.result is None else self.result.stages
         return tuple(self.problem.devices[number].name for number in stages)
+
+
+class ReplicatedCosts(NamedTuple):
+    """A map with replicas, evaluated.
+
+    Attributes:
+        value: the objective; None if a link is missing.
+        stages: the first device of each stage, in pipeline order.
+        loads: of each device of the request; empty if a link is missing.
+        faults: the violated requirements.
+    """
+
+    value: float | None
+    stages: tuple[str, ...]
+    loads: tuple[DeviceLoad, ...]
+    faults: tuple[Fault, ...]
 
 
 def costs_of_map(
@@ -84,6 +100,5 @@ def costs_of_map(
 
 def _remedy(form: FormatName | None) -> str:
     """Return what allows several segments of a device."""
-    if form is None:
-        return "constraints.contiguous = false allows this"
-    return f"a request without format {form!r} and with constraints.contiguous = false allows this"
+    allowed = "constraints.contiguous = false allows this, and the cost here assumes it"
+    return allowed if form is None else f"a request without format {form!r} and with {allowed}"

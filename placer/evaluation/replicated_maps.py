@@ -1,7 +1,8 @@
 """Evaluation of maps whose stages several devices hold: each pipeline, and what they exchange.
 
-replicas by stage ──▶ R pipelines ──▶ each one's question and costs ──┬──▶ loads and faults
+R of every stage ──▶ R pipelines ──▶ each one's question and costs ──┬──▶ loads and faults
                          └──▶ what the replicas of a stage exchange ──┘    objective of all
+unlike numbers ──▶ ``by_stage_maps``
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from math import inf
 from typing import NamedTuple
 
 from placer.errors import InputError
-from placer.evaluation.faults import (
-    Map,
-    Replicas,
-    device_count_faults,
-    device_faults,
-    exchange_faults,
-)
-from placer.evaluation.map_costs import MapCosts, costs_of_map
+from placer.evaluation.by_stage_maps import evaluated_by_stage, require_units_fit
+from placer.evaluation.faults import faults_of_all
+from placer.evaluation.map_costs import MapCosts, ReplicatedCosts, costs_of_map
 from placer.exports.formats import format_named
-from placer.schema import DeviceLoad, Fault, Placement, PlacementRequest, Schedule
+from placer.schema import Fault, Placement, PlacementRequest, Schedule
 from placer.schema.base import FormatName
 from placer.schema.request import OBJECTIVES_OF_REPLICAS
+from placer.solver.replicas.group_maps import (
+    Map,
+    Replicas,
+    is_by_stage,
+    maps_of_pipelines,
+    members_of,
+)
 from placer.solver.replicas.replica_answer import all_loads, step_of_shares
 from placer.solver.replicas.replica_shapes import (
     pipelines_of,
@@ -31,22 +34,7 @@ from placer.solver.replicas.replica_shapes import (
 )
 from placer.solver.replicas.replication import Replication
 from placer.solver.step.choices import kinds
-
-
-class ReplicatedCosts(NamedTuple):
-    """A map with replicas, evaluated.
-
-    Attributes:
-        value: the objective; None if a link is missing.
-        stages: the devices of the first pipeline, in pipeline order.
-        loads: of each device of the request; empty if a link is missing.
-        faults: the violated requirements.
-    """
-
-    value: float | None
-    stages: tuple[str, ...]
-    loads: tuple[DeviceLoad, ...]
-    faults: tuple[Fault, ...]
+from placer.utils.units import count_text
 
 
 class _Run(NamedTuple):
@@ -80,27 +68,31 @@ def require_replicas_fit(
             f"{kind}; replicas are evaluated for training under objective 'step' or 'throughput'"
         )
     held = sorted(set(where.values()))
-    if sorted(replicas) != held:
+    if unknown := sorted(set(replicas) - set(held)):
         raise InputError(
-            f"replicas are given for {sorted(replicas)}, and the map has layers on {held}; give the"
-            " replicas of each of these devices, itself among them"
+            f"replicas are given for {unknown}, and the map has layers on {held}; give replicas of "
+            "these devices only"
         )
-    _require_pipelines(replicas)
-    _require_shares(request, replicas)
+    _require_members(where, replicas)
+    if is_by_stage(where, replicas):
+        require_units_fit(request, where, replicas, form)
+    else:
+        _require_shares(request, replicas)
 
 
-def _require_pipelines(replicas: Replicas) -> None:
-    counts = {name: len(members) for name, members in replicas.items()}
-    if len(set(counts.values())) > 1 or min(counts.values()) < 2:
-        raise InputError(
-            f"the devices have {counts} replicas; give two or more, and equally many of each"
-        )
+def _require_members(where: Map, replicas: Replicas) -> None:
+    """Raise an InputError unless each device holds one replica, and the first is the stage's."""
     for name, members in replicas.items():
+        if len(members) < 2:
+            raise InputError(
+                f"replicas of {name!r}: {count_text(len(members), 'device')} given; give two or "
+                f"more, or leave {name!r} out of the replicas"
+            )
         if members[0].device != name:
             raise InputError(
                 f"replicas of {name!r}: the first one is {members[0].device!r}; give {name!r} first"
             )
-    used = [one.device for members in replicas.values() for one in members]
+    used = [name for names in members_of(where, replicas).values() for name in names]
     if twice := sorted({name for name in used if used.count(name) > 1}):
         raise InputError(f"replicas: {twice[0]!r} is given twice; a device holds one replica")
 
@@ -144,7 +136,9 @@ def evaluated_with_replicas(
             the request allows it, and else the best schedule for the map.
         form: the format to which the user restricts placements, if any.
     """
-    whole = _faults_of_all(request, where, replicas)
+    if is_by_stage(where, replicas):
+        return evaluated_by_stage(request, where, replicas, chosen_by)
+    whole = faults_of_all(request, where, replicas)
     exchange = replication_of(request, replicas)
     if exchange is None:
         return ReplicatedCosts(None, (), (), tuple(whole))
@@ -160,20 +154,6 @@ def evaluated_with_replicas(
         all_loads(request, loads) if value is not None else (),
         tuple(faults),
     )
-
-
-def _faults_of_all(request: PlacementRequest, where: Map, replicas: Replicas) -> list[Fault]:
-    """Return the violated requirements that are about all pipelines together."""
-    devices = {one.device for members in replicas.values() for one in members}
-    return [
-        *device_count_faults(request, devices),
-        *(
-            fault
-            for own in _maps(request, where, replicas)
-            for fault in device_faults(request, own)
-        ),
-        *exchange_faults(request, replicas),
-    ]
 
 
 def _faults_of_each(members: Sequence[MapCosts]) -> Iterator[Fault]:
@@ -193,7 +173,7 @@ def _evaluated_runs(
     form: FormatName | None,
 ) -> Iterator[tuple[list[MapCosts], float | None]]:
     """Yield, for each way to run the map, the costs of its pipelines and the objective."""
-    maps = _maps(request, where, replicas)
+    maps = maps_of_pipelines(where, replicas)
     for run in _runs(request, replicas, chosen_by):
         asked = _questions(request, replicas, run)
         members = [
@@ -217,16 +197,6 @@ def _runs(
     chosen = [(chosen_by.contiguous, chosen_by.schedule)] if chosen_by is not None else []
     for contiguous, order in chosen if set(chosen) & set(allowed) else allowed:
         yield _Run(chunks, order, contiguous)
-
-
-def _maps(request: PlacementRequest, where: Map, replicas: Replicas) -> list[dict[str, str]]:
-    """Return the map of each pipeline."""
-    first, *_ = pipelines = pipelines_of(request, replicas)
-    twins = [
-        {one.device: mine.device for one, mine in zip(first, pipeline, strict=True)}
-        for pipeline in pipelines
-    ]
-    return [{layer: twin[device] for layer, device in where.items()} for twin in twins]
 
 
 def _questions(

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ def refine(
         placement: a placement of the model, as ``suggest`` or ``solve`` returned it.
         model: the model.
         example_inputs: one micro-batch, as for ``profile``. If the placement has replicas, the
-            share of one of them.
+            share of one of them; where stages have different numbers of replicas, one unit.
         profile: the profile that the placement was solved from. None: the profile of the request,
             or a new one of the placement's layers.
         request: the request that the placement answers, for its constraints. None: a request like
@@ -84,7 +85,7 @@ def refine(
             f"the placement is {placement.status} and places no layer, so there is nothing to "
             "measure"
         )
-    _refuse_unequal_pipelines(placement)
+    _refuse_unequal_shares(placement)
     if placement.resting:
         raise InputError(
             "parameters rest on the host in this placement, which refine does not measure; give "
@@ -116,7 +117,8 @@ def refine(
         request = request.model_copy(update={"profile": profile})
     _refuse_unlike_devices(request, placement)
     # one micro-batch size only: the measurements correct no other profile
-    allowed = {"replicas": "auto" if placement.replicas else "never"}
+    counts = set(placement.replicas_by_stage)
+    allowed = {"replicas": "never" if counts == {1} else "auto" if len(counts) == 1 else "by-stage"}
     request = _of_one_size(request, placement).model_copy(update=allowed)
     _refuse_unlike(request.profile, placement, model, example_inputs)
     timed = how.timer or device_times
@@ -128,21 +130,19 @@ def refine(
 
 def _share(placement: Placement) -> int:
     """Return the samples that a device computes at once."""
-    members = next(iter(placement.replicas.values()), ())
-    return members[0].samples if members else placement.batch_size
+    return placement.batch_size // math.lcm(*placement.replicas_by_stage)
 
 
-def _refuse_unequal_pipelines(placement: Placement) -> None:
-    """Raise an InputError unless replicas form pipelines with equal shares."""
-    rows = {tuple(one.samples for one in members) for members in placement.replicas.values()}
-    samples = {size for row in rows for size in row}
-    if len(rows) > 1 or len(samples) > 1 or (rows and len(set(placement.replicas_by_stage)) > 1):
-        raise InputError(
-            f"the replicas of the placement compute {sorted(samples)} samples, and its stages have "
-            f"{placement.replicas_by_stage} replicas; refine measures equal pipelines with equal "
-            "shares: give a placement that was solved with replicas='auto' on alike devices, or "
-            "with replicas='never'"
-        )
+def _refuse_unequal_shares(placement: Placement) -> None:
+    """Raise an InputError unless the replicas of each stage have equal shares."""
+    for device, members in placement.replicas.items():
+        samples = [one.samples for one in members]
+        if len(set(samples)) > 1:
+            raise InputError(
+                f"the replicas of {device} compute {samples} samples; refine measures equal "
+                "shares: give a placement that was solved with replicas='auto' on alike devices, "
+                "or with replicas='never'"
+            )
 
 
 def _refuse_unlike_devices(request: PlacementRequest, placement: Placement) -> None:
@@ -261,7 +261,7 @@ def _request(placement: Placement, profile: Profile) -> PlacementRequest:
         constraints=Constraints(recompute="auto" if placement.recompute else "never"),
         training=placement.training,
         # micro-batches of the profiled size, in all pipelines
-        chunks=placement.chunks * max(placement.replicas_by_stage, default=1),
+        chunks=placement.chunks * math.lcm(*placement.replicas_by_stage),
         schedule=placement.schedule,
         step_kind="isolated" if placement.step is None else placement.step.kind,
     )

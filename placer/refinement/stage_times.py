@@ -6,6 +6,7 @@ last stage includes the loss, and gradients accumulate over micro-batches.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -325,11 +326,10 @@ def _forward(part: Segment, reads: Mapping[str, Any]) -> None:
 def _first_pipeline(placement: Placement) -> Placement:
     """Return a placement without replicas: what the first pipeline runs."""
     own = set(placement.layer_devices.values())
-    members = next(iter(placement.replicas.values()), ())
     changed = {
         "replicas": {},
         "recompute": tuple(name for name in placement.recompute if name in own),
-        "batch_size": members[0].samples if members else placement.batch_size,
+        "batch_size": placement.batch_size // math.lcm(*placement.replicas_by_stage),
     }
     return placement.model_copy(update=changed)
 

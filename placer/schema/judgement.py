@@ -49,9 +49,9 @@ class LayerMap(Wire):
 
     Attributes:
         layer_devices: the device of each layer.
-        replicas: as ``Placement.replicas``: for each device of ``layer_devices``, all devices that
-            hold its layers, the device itself first, with the samples of a micro-batch that each
-            computes. Empty if every layer is on one device.
+        replicas: as ``Placement.replicas``: for each device of ``layer_devices`` whose layers
+            several devices hold, all of these, the device itself first, with the samples of a
+            micro-batch that each computes. Empty if every layer is on one device.
     """
 
     layer_devices: dict[str, str]

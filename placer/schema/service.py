@@ -183,6 +183,9 @@ class DeviceTime(Wire):
 class Timeline(Wire):
     """A batch simulated from the profile's times.
 
+    Of equal pipelines it has the first one. Where stages have different numbers of replicas, it has
+    all devices, and every micro-batch here is a unit: the part that one replica computes at a time.
+
     Attributes:
         id: of the placement.
         schedule: the order of micro-batches.

@@ -61,7 +61,13 @@ from placer.solver.latency import host_weights, latency_search
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.replicas.gradient_exchange import with_amortised_exchanges
-from placer.solver.replicas.replica_answer import placement_of_shape
+from placer.solver.replicas.group_maps import (
+    group_map,
+    is_by_stage,
+    unit_profile,
+    units_of_map,
+)
+from placer.solver.replicas.replica_answer import placement_of_groups, placement_of_shape
 from placer.solver.replicas.replica_search import Answered, PipelineSearch, ReplicaSearch
 from placer.solver.replicas.replica_shapes import (
     Shape,
@@ -281,7 +287,7 @@ def _pipeline_search(stop: threading.Event | None) -> PipelineSearch:
 
 
 def predict_pipelines(request: PlacementRequest, placement: Placement) -> Placement | None:
-    """Return a placement of equal pipelines with what a request predicts of it.
+    """Return a placement with replicas with what a request predicts of it.
 
     Args:
         request: the question, whose profile counts.
@@ -291,6 +297,8 @@ def predict_pipelines(request: PlacementRequest, placement: Placement) -> Placem
         The placement of the same map, or None if the request's devices and links, limits of memory
         or measured sizes do not allow it.
     """
+    if is_by_stage(placement.layer_devices, placement.replicas):
+        return _predict_groups(request, placement)
     rows = pipelines_of(request, placement.replicas)
     how = placement.chunks, placement.schedule, placement.contiguous
     asked = question_of_replicas(request, rows[0], len(rows), *how)
@@ -306,6 +314,20 @@ def predict_pipelines(request: PlacementRequest, placement: Placement) -> Placem
     device_of = {device.name: device for device in request.devices}
     members = tuple(tuple(device_of[one.device] for one in row) for row in rows)
     return placement_of_shape(request, Shape(members, exchange), inner)
+
+
+def _predict_groups(request: PlacementRequest, placement: Placement) -> Placement | None:
+    """Return what ``predict_pipelines`` does, for stages with different numbers of replicas."""
+    where, replicas = placement.layer_devices, placement.replicas
+    profile = unit_profile(request, placement.batch_size // units_of_map(where, replicas))
+    if profile is None:
+        return None
+    how = placement.chunks, placement.schedule
+    mapped = group_map(request, where, replicas, profile, *how)
+    found = None if mapped is None else mapped.model.evaluate(mapped.groups, inf)
+    if mapped is None or found is None:
+        return None
+    return placement_of_groups(request, mapped.model, mapped.groups, found)
 
 
 def _step_search(

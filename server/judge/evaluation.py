@@ -42,9 +42,9 @@ class EvaluateBody(_Body):
             express.
         text: Map in the format, such as `8,9,9,6` of `vllm`; stage i is on the i-th device.
         layer_devices: Device of each layer.
-        replicas: For each device of `layer_devices`, all devices that hold its layers, itself
-            first, with the samples of a micro-batch that each computes; none if each layer is on
-            one device.
+        replicas: For each device of `layer_devices` whose layers several devices hold, all of
+            these, itself first, with the samples of a micro-batch that each computes; none if each
+            layer is on one device.
     """
 
     request: PlacementRequest | None = None
@@ -84,10 +84,23 @@ class CompareBody(_Body):
         request: Request for which all maps are evaluated; if omitted, the first placement's
             request.
         maps: Device of each layer, by the name of the map.
+        replicas: Replicas as in the body of `:evaluate`, by the name of the map that has some.
     """
 
     request: PlacementRequest | None = None
     maps: Annotated[dict[str, Map], Field(max_length=MAX_MAPS)] = {}
+    replicas: dict[str, dict[str, tuple[Replica, ...]]] = {}
+
+    @field_validator("replicas")
+    @classmethod
+    def _of_maps(
+        cls, given: dict[str, dict[str, tuple[Replica, ...]]], info: ValidationInfo
+    ) -> dict[str, dict[str, tuple[Replica, ...]]]:
+        """Check that replicas belong to a map."""
+        maps = info.data.get("maps", {})
+        if unknown := [name for name in given if name not in maps]:
+            raise ValueError(f"are given for {unknown[0]!r}, which is not a map; give it in maps")
+        return given
 
 
 class StoredPlacement(NamedTuple):
@@ -162,7 +175,10 @@ def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes
         stored.id: Placement.model_validate_json(stored.placement) for stored in given.stored
     }
     maps = {name: map_of(request, placement) for name, placement in placements.items()}
-    own = {name: LayerMap(layer_devices=where) for name, where in body.maps.items()}
+    own = {
+        name: LayerMap(layer_devices=where, replicas=body.replicas.get(name, {}))
+        for name, where in body.maps.items()
+    }
     return compare(request, {**maps, **own}, placements).model_dump_json().encode()
 
 

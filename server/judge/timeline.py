@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from placer.errors import InputError
 from placer.schema import (
@@ -84,32 +84,57 @@ def _asked(request: PlacementRequest, placement: Placement) -> PlacementRequest:
         return mean_pass_request(request)
     asked = question_of(request, placement)
     if asked is None:
-        raise InputError(
-            f"placement {placement.id} has {placement.chunks} micro-batches of"
-            f" {placement.batch_size} samples under {placement.schedule!r}, which its request does"
-            " not allow; solve the request again"
-        )
+        raise _not_allowed(placement)
     return asked
+
+
+def _not_allowed(placement: Placement) -> InputError:
+    return InputError(
+        f"placement {placement.id} has {placement.chunks} micro-batches of {placement.batch_size}"
+        f" samples under {placement.schedule!r}, which its request does not allow; solve the"
+        " request again"
+    )
+
+
+class _Batch(NamedTuple):
+    """A batch to simulate.
+
+    Attributes:
+        asked: Request with all of its micro-batches, and its schedule.
+        pipeline: Stages; their optimizers include the exchanges of replicas.
+        plan: Order of the passes of the micro-batches that are shown.
+        held_by: For each place of the pipeline, the devices that share its micro-batches.
+        units: Parts of a micro-batch, each of which one device of a stage computes.
+        single_device_ms: Time of the shown micro-batches on the best single device; None if the
+            placement names no such device, or has replicas.
+    """
+
+    asked: PlacementRequest
+    pipeline: schedule.Pipeline
+    plan: schedule.Plan
+    held_by: Mapping[int, tuple[str, ...]]
+    units: int = 1
+    single_device_ms: float | None = None
 
 
 def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     """Simulate a batch of a placement, pass by pass, under the placement's own schedule.
 
-    Of replicas the timeline shows the first pipeline, with its exchanges as part of the optimizer.
-    Of objective ``generation`` it shows a mean pass. Where parameters rest on the host, a pass has
-    their copies in it, which begin with the pass here.
+    Exchanges of replicas are a part of the optimizer. Of equal pipelines the timeline shows the
+    first one. Where stages have different numbers of replicas, it shows every device, and units in
+    place of micro-batches. Of objective ``generation`` it shows a mean pass. Where parameters rest
+    on the host, a pass has their copies in it, which begin with the pass here.
 
     Args:
         request: Request that the placement answers.
         placement: Placement with a map.
 
     Raises:
-        InputError: The placement has no map or different numbers of replicas, its map cannot run,
-            or the request does not allow its choice.
+        InputError: The placement has no map, its map cannot run, or the request does not allow its
+            choice.
     """
     from placer import schedule
-    from placer.solver import pipelines
-    from placer.solver.replicas.gradient_exchange import with_exchanges
+    from placer.solver.replicas.group_maps import is_by_stage
     from placer.solver.step.state_on_host import asked_with
 
     if not placement.layer_devices:
@@ -117,16 +142,48 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
             f"placement {placement.id} is {placement.status}: it has no map, so there is no"
             " timeline"
         )
-    if len(set(placement.replicas_by_stage)) > 1:
-        counts = "-".join(map(str, placement.replicas_by_stage))
-        raise InputError(
-            f"placement {placement.id} has {counts} replicas by stage, which a timeline does not"
-            " show; solve with replicas='auto'"
-        )
     request = asked_with(request, placement)
-    asked = _asked(request, placement)
+    by_stage = is_by_stage(placement.layer_devices, placement.replicas)
+    batch = _batch_of_units(request, placement) if by_stage else _batch(request, placement)
+    asked, pipeline, plan, held_by, units, single_device_ms = batch
     # Only objective "step" allows "auto", and its placements name the chosen schedule.
     assert asked.schedule != "auto"
+    run = schedule.simulate(pipeline, plan)
+    optimizer = pipeline.optimizer_by_device()
+    held = {place: held_by[place] for place in dict.fromkeys(pipeline.places)}
+    members = [held_by[place] for place in pipeline.places]
+    span_ms = run.step_ms * sum(map(len, held.values()))
+    busy_ms = sum(len(names) * run.busy_ms[place] for place, names in held.items())
+    return Timeline(
+        id=placement.id,
+        schedule=asked.schedule,
+        training=asked.is_training,
+        chunks=asked.chunks * units,
+        shown_chunks=plan.chunks * units,
+        step_ms=run.step_ms + max(optimizer.values(), default=0.0),
+        single_device_ms=single_device_ms,
+        bubble=min(1.0, max(0.0, 1 - busy_ms / span_ms)) if span_ms else 0.0,
+        devices=tuple(
+            DeviceTime(
+                device=name,
+                busy_ms=run.busy_ms[place],
+                idle_ms=max(0.0, run.idle_ms[place]),
+                optimizer_ms=optimizer.get(place, 0.0),
+            )
+            for place, names in held.items()
+            for name in names
+        ),
+        passes=_passes(run, members, units),
+        copies=_copies(run, members, units),
+    )
+
+
+def _batch(request: PlacementRequest, placement: Placement) -> _Batch:
+    """Return the batch of a placement, of its first pipeline if it has equal ones."""
+    from placer.solver import pipelines
+    from placer.solver.replicas.gradient_exchange import with_exchanges
+
+    asked = _asked(request, placement)
     problem, assignment, result = _evaluated(request, asked, placement)
     index = {device.name: number for number, device in enumerate(problem.devices)}
     recomputed = frozenset(index[name] for name in placement.recompute if name in index)
@@ -139,34 +196,46 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     has_room, room = (
         (partial(_fit_in_flight, held), [min(one, shown) for one in held]) if held else (None, None)
     )
-    run = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room, room))
+    plan = pipelines.plan_of(problem, pipeline, has_room, room)
     if result.exchanges:
         pipeline = with_exchanges(pipeline, dict(result.exchanges))
-    optimizer = pipeline.optimizer_by_device()
     single = placement.single_device
-    devices = [problem.devices[place].name for place in pipeline.places]
-    return Timeline(
-        id=placement.id,
-        schedule=asked.schedule,
-        training=problem.training,
-        chunks=asked.chunks,
-        shown_chunks=shown,
-        step_ms=run.step_ms + max(optimizer.values(), default=0.0),
+    return _Batch(
+        asked,
+        pipeline,
+        plan,
+        {place: (problem.devices[place].name,) for place in pipeline.places},
         single_device_ms=None
         if single is None or placement.replicas
         else _single_device_ms(problem, index[single.device], shown),
-        bubble=min(1.0, max(0.0, run.bubble)),
-        devices=tuple(
-            DeviceTime(
-                device=problem.devices[place].name,
-                busy_ms=run.busy_ms[place],
-                idle_ms=max(0.0, run.idle_ms[place]),
-                optimizer_ms=optimizer.get(place, 0.0),
-            )
-            for place in dict.fromkeys(pipeline.places)
-        ),
-        passes=_passes(run, devices),
-        copies=_copies(run, devices),
+    )
+
+
+def _batch_of_units(request: PlacementRequest, placement: Placement) -> _Batch:
+    """Return the batch of a placement whose stages have different numbers of replicas."""
+    from placer.solver.replicas.group_maps import group_map, members_of, unit_profile, units_of_map
+
+    where, replicas = placement.layer_devices, placement.replicas
+    units = units_of_map(where, replicas)
+    profile = unit_profile(request, placement.batch_size // units)
+    if profile is None:
+        raise _not_allowed(placement)
+    members = members_of(where, replicas)
+    shown = min(placement.chunks, _most_chunks(units * len(members), len(members)))
+    # Other objectives do not compute the passes.
+    stepped = request.model_copy(update={"objective": "step"})
+    groups = group_map(stepped, where, replicas, profile, shown, placement.schedule)
+    found = None if groups is None else groups.model.costs(groups.groups)
+    if groups is None or found is None:
+        reason = "values run in a cycle" if groups is None else "a link is missing"
+        raise InputError(f"placement {placement.id} cannot run: {reason}")
+    assert found.pipeline is not None and found.plan is not None  # of objective "step"
+    return _Batch(
+        groups.model.problem.request.model_copy(update={"chunks": placement.chunks}),
+        found.pipeline,
+        found.plan,
+        {stage: members[first] for stage, first in enumerate(groups.stages)},
+        units,
     )
 
 
@@ -218,36 +287,64 @@ def _evaluated(
     raise InputError(f"placement {placement.id} cannot run: a link is missing")
 
 
-def _passes(run: schedule.Timeline, devices: Sequence[str]) -> tuple[TimelinePass, ...]:
-    """Return the passes of a simulated run; ``devices`` has the device of each stage."""
-    return tuple(
+def _passes(
+    run: schedule.Timeline, members: Sequence[tuple[str, ...]], units: int
+) -> tuple[TimelinePass, ...]:
+    """Return the passes of a simulated run, unit by unit.
+
+    Args:
+        run: Simulated micro-batches.
+        members: For each stage, the devices that share its units evenly, one after another.
+        units: Parts of a micro-batch.
+    """
+    found = [
         TimelinePass(
-            device=devices[task.stage],
+            device=device,
             stage=task.stage,
             phase=task.phase,
-            micro_batch=task.micro_batch,
-            start_ms=task.start_ms,
-            end_ms=task.end_ms,
+            micro_batch=task.micro_batch * units + number * share + turn,
+            start_ms=_part_ms(task.start_ms, task.end_ms, turn, share),
+            end_ms=_part_ms(task.start_ms, task.end_ms, turn + 1, share),
         )
         for task in run.tasks
-    )
+        for share in [units // len(members[task.stage])]
+        for number, device in enumerate(members[task.stage])
+        for turn in range(share)
+    ]
+    return tuple(sorted(found, key=lambda one: one.start_ms))
 
 
-def _copies(run: schedule.Timeline, devices: Sequence[str]) -> tuple[TimelineCopy, ...]:
-    """Return the transfers of a simulated run; ``devices`` has the device of each stage."""
-    return tuple(
-        TimelineCopy(
-            source=devices[copy.source],
-            target=devices[copy.target],
-            source_stage=copy.source,
-            target_stage=copy.target,
-            carries="values" if copy.phase == "forward" else "gradients",
-            micro_batch=copy.micro_batch,
-            start_ms=copy.start_ms,
-            end_ms=copy.end_ms,
-        )
-        for copy in run.transfers
-    )
+def _copies(
+    run: schedule.Timeline, members: Sequence[tuple[str, ...]], units: int
+) -> tuple[TimelineCopy, ...]:
+    """Return the transfers of a simulated run, unit by unit; arguments as for ``_passes``.
+
+    The busier end of a transfer sends or receives its units one after another, and the time of the
+    transfer is shown in equal parts. So no device sends, or receives, two units at once.
+    """
+    found = []
+    for copy in run.transfers:
+        sources, targets = members[copy.source], members[copy.target]
+        turns = units // min(len(sources), len(targets))
+        found += [
+            TimelineCopy(
+                source=sources[unit * len(sources) // units],
+                target=targets[unit * len(targets) // units],
+                source_stage=copy.source,
+                target_stage=copy.target,
+                carries="values" if copy.phase == "forward" else "gradients",
+                micro_batch=copy.micro_batch * units + unit,
+                start_ms=_part_ms(copy.start_ms, copy.end_ms, unit % turns, turns),
+                end_ms=_part_ms(copy.start_ms, copy.end_ms, unit % turns + 1, turns),
+            )
+            for unit in range(units)
+        ]
+    return tuple(sorted(found, key=lambda one: one.start_ms))
+
+
+def _part_ms(start_ms: float, end_ms: float, part: int, parts: int) -> float:
+    """Return when some of several equal parts of a time have passed."""
+    return end_ms if part == parts else start_ms + (end_ms - start_ms) * part / parts
 
 
 def _single_device_ms(problem: Indexed, device: int, chunks: int) -> float:

@@ -23,7 +23,7 @@ export function show(article, placement, request, options) {
       element("h4", {}, "Layers"),
       layerGraph(request.profile, placement.layer_devices, devices, options),
       table(placement),
-      element("h4", {}, "Timeline of a batch"),
+      element("h4", {}, timelineTitle(placement)),
       drawnLater(options.timeline),
     );
   }
@@ -82,9 +82,34 @@ function facts(placement, timeline) {
     ["Compared with one device", fromTimeline(timeline, (found) => againstOneDevice(placement, found))],
     ...(placement.sharded ? [["Sharded by FSDP2", `${amount(placement.sharded.step_ms, kind)}, predicted`]] : []),
     ["Micro-batches", `${placement.chunks}, ${placement.schedule}`],
+    ...(hasReplicas(placement) ? [["Replicas", replicasText(placement)]] : []),
     ["Solved in", `${(placement.solve_time_s || 0).toFixed(2)} s`],
   ];
   return element("dl", { class: "facts" }, ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+}
+
+function hasReplicas(placement) {
+  return Object.keys(placement.replicas).length > 0;
+}
+
+/** Return the numbers of replicas by stage, in pipeline order. */
+function replicaCounts(placement) {
+  return placement.stages.map((device) => placement.replicas[device]?.length || 1);
+}
+
+function isByStage(placement) {
+  return new Set(replicaCounts(placement)).size > 1;
+}
+
+function replicasText(placement) {
+  const counts = replicaCounts(placement);
+  return isByStage(placement) ? `${counts.join("-")} by stage` : `${counts[0]} of each stage`;
+}
+
+/** Say what the timeline shows: all units of all devices, or the first of several pipelines. */
+function timelineTitle(placement) {
+  if (!hasReplicas(placement)) return "Timeline of a batch";
+  return isByStage(placement) ? "Timeline of a batch, in units of its micro-batches" : "Timeline of a batch, in the first pipeline";
 }
 
 /** By layer, the name of its device, or the names of all devices that hold it. */

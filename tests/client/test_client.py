@@ -162,6 +162,17 @@ def test_evaluate_posts_a_map_or_a_text(flavour, given, options, query, content)
     assert json.loads(script.calls[0].content) == content
 
 
+def test_compare_posts_the_replicas_of_maps_that_have_some(ask):
+    script = Script(
+        (200, {"names": [], "evaluations": [], "best": None, "moves": [], "moved_layers": 0})
+    )
+    ask(script, "compare", {"alone": {"a": "cpu:0"}, "copies": COPIES}, [KEY])
+    assert json.loads(script.calls[0].content) == {
+        "maps": {"alone": {"a": "cpu:0"}, "copies": {"a": "cpu:0"}},
+        "replicas": {"copies": COPIES.model_dump(mode="json")["replicas"]},
+    }
+
+
 def test_place_polls_until_the_placement_is_there(ask, request_):
     script = Script((202, RUNNING), (202, RUNNING), (200, DONE))
     assert ask(script, "place", request_).status == "optimal"

@@ -30,21 +30,23 @@ class EveryStageShape(EveryShape):
 
     def by_stage(self):
         """Steps of stages of which not all have equally many replicas."""
-        request = self.request
-        asked, rules = request.schedule, request.constraints
+        asked, rules = self.request.schedule, self.request.constraints
         schedules = ["1f1b", "zero-bubble", "fill-drain"] if asked == "auto" else [asked]
-        most = min(rules.max_devices or 99, len(request.devices))
-        layers = len(request.profile.layers)
-        for stages in range(2, min(most, layers) + 1):
-            for counts in itertools.product(range(1, most + 1), repeat=stages):
-                if len(set(counts)) == 1 or sum(counts) > most:
-                    continue
-                if sum(counts) < (rules.min_devices or 1):
-                    continue
+        for counts, cuts in unlike_counts(self.request):
+            if (rules.min_devices or 1) <= sum(counts) <= (rules.max_devices or 99):
+                for size, order in itertools.product(self.every_size.values(), schedules):
+                    if order != "interleaved":
+                        yield from GroupedSteps(self.request, size, order, counts, cuts).all()
+
+
+def unlike_counts(request):
+    """All numbers of replicas by stage that are not all equal, with the ends of the stages."""
+    most, layers = len(request.devices), len(request.profile.layers)
+    for stages in range(2, min(most, layers) + 1):
+        for counts in itertools.product(range(1, most + 1), repeat=stages):
+            if len(set(counts)) > 1 and sum(counts) <= most:
                 for cuts in itertools.combinations(range(1, layers), stages - 1):
-                    for size, order in itertools.product(self.every_size.values(), schedules):
-                        if order != "interleaved":
-                            yield from GroupedSteps(request, size, order, counts, cuts).all()
+                    yield counts, cuts
 
 
 class GroupedSteps:
@@ -193,18 +195,14 @@ def smallest_bottleneck(request):
 
     All devices are alike, and so are all links.
     """
-    rules, layers = request.constraints, request.profile.layers
-    most = min(rules.max_devices or 99, len(request.devices))
-    found = []
-    for stages in range(2, min(most, len(layers)) + 1):
-        for counts in itertools.product(range(1, most + 1), repeat=stages):
-            for cuts in itertools.combinations(range(1, len(layers)), stages - 1):
-                if len(set(counts)) > 1 and (rules.min_devices or 1) <= sum(counts) <= most:
-                    found += _bottleneck(request, counts, cuts)
+    rules, found = request.constraints, []
+    for counts, cuts in unlike_counts(request):
+        if (rules.min_devices or 1) <= sum(counts) <= (rules.max_devices or 99):
+            found += bottleneck(request, counts, cuts)
     return min(found, default=None)
 
 
-def _bottleneck(request, counts, cuts):
+def bottleneck(request, counts, cuts):
     """The bottleneck of one plan, for a unit; nothing if it does not fit."""
     whole = request.model_copy(update={"batch_size": request.chunks * request.profile.batch_size})
     plan = GroupedSteps(whole, request.profile, request.schedule, counts, cuts)
@@ -269,6 +267,26 @@ def branching_request(seed, **asked):
         "constraints": Constraints(contiguous=True),
     }
     return request.model_copy(update=changed | asked)
+
+
+def two_to_one(body):
+    """The body of a request to the service, changed so that its best shape is 2-1.
+
+    Only the last layer has gradients, and they take long to exchange.
+    """
+    names = ["cuda:0", "cuda:1", "cuda:2"]
+    device, link = body["cluster"]["devices"][0], body["cluster"]["links"][0]
+    links = [link | {"source": a, "target": b} for a, b in itertools.permutations(names, 2)]
+    cluster = {"devices": [device | {"name": name} for name in names], "links": links}
+    *light, last = body["profile"]["layers"]
+    layers = [*(layer | {"grad_bytes": 0} for layer in light), last | {"grad_bytes": 2**33}]
+    asked = {"objective": "step", "chunks": 12, "replicas": "by-stage", "schedule": "1f1b"}
+    return {
+        **body,
+        **asked,
+        "profile": body["profile"] | {"layers": layers},
+        "cluster": body["cluster"] | cluster,
+    }
 
 
 def in_every_order(request):

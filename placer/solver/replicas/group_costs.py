@@ -50,7 +50,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import lcm
+from math import inf, lcm
 from typing import NamedTuple
 
 from placer.schedule import Pipeline, Plan, Transfer
@@ -172,6 +172,18 @@ class GroupModel:
             groups: in pipeline order.
             below: the objective that is of interest.
         """
+        found = self.costs(groups, below)
+        return found if found is not None and self._fits(groups, found.memory) else None
+
+    def costs(self, groups: Sequence[Group], below: float = inf) -> GroupCosts | None:
+        """Return the costs of groups, whatever memory they need.
+
+        The result is None if a link is missing, or the objective is not below a value.
+
+        Args:
+            groups: in pipeline order.
+            below: the objective that is of interest.
+        """
         problem = self.problem
         firsts = [group.devices[0] for group in groups]
         exchanged = [self.replication_of(group.devices) for group in groups]
@@ -256,8 +268,6 @@ class GroupModel:
         if not value < below:
             return None
         memory = self._memory(groups, again, plan.in_flight)
-        if memory is None:
-            return None
         compute, send, receive = self._loads(groups, again)
         return GroupCosts(
             value,
@@ -275,17 +285,18 @@ class GroupModel:
 
     def _memory(
         self, groups: Sequence[Group], again: frozenset[int], rooms: Sequence[int]
-    ) -> tuple[MemoryUse, ...] | None:
-        """Return the memory of each stage's devices, or None if one is over its limit."""
-        problem = self.problem
+    ) -> tuple[MemoryUse, ...]:
+        """Return the memory of each stage's devices."""
         found = []
         for stage, (group, room) in enumerate(zip(groups, rooms, strict=True)):
-            backwards = costs.backwards_of(problem, len(groups), stage, room)
-            use = self._footprint(group).use(room, stage in again, backwards)
-            if use.total_bytes > problem.devices[group.devices[0]].usable_bytes:
-                return None
-            found.append(use)
+            backwards = costs.backwards_of(self.problem, len(groups), stage, room)
+            found.append(self._footprint(group).use(room, stage in again, backwards))
         return tuple(found)
+
+    def _fits(self, groups: Sequence[Group], memory: Sequence[MemoryUse]) -> bool:
+        """Return whether the devices of each stage have its memory."""
+        limits = [self.problem.devices[group.devices[0]].usable_bytes for group in groups]
+        return all(use.total_bytes <= limit for use, limit in zip(memory, limits, strict=True))
 
     def _pipeline(self, groups: Sequence[Group], again: frozenset[int]) -> Pipeline | None:
         """Return the stages without their exchange, or None if a value has no link."""
@@ -470,8 +481,6 @@ class GroupModel:
         if not value < below:
             return None
         memory = self._memory(groups, again, rooms)
-        if memory is None:
-            return None
         return GroupCosts(value, None, None, (), rooms, memory, again, compute, send, receive, load)
 
 

@@ -20,8 +20,8 @@ from placer.schema import (
     TieBreaks,
 )
 from placer.solver import answer, costs, pipelines
-from placer.solver.replicas.group_costs import Group, GroupCosts
-from placer.solver.replicas.group_search import GroupChoice, GroupSearch
+from placer.solver.replicas.group_costs import Group, GroupCosts, GroupModel
+from placer.solver.replicas.group_search import GroupSearch
 from placer.solver.replicas.replica_shapes import Shape
 from placer.solver.replicas.uneven_shares import SharedBatch, UnevenShares
 
@@ -271,18 +271,20 @@ def choices_of_shares(request: PlacementRequest, shares: UnevenShares) -> list[S
     return found
 
 
-def placement_of_groups(request: PlacementRequest, choice: GroupChoice) -> Placement:
-    """Return the placement of the best plan of a choice.
+def placement_of_groups(
+    request: PlacementRequest, model: GroupModel, groups: Sequence[Group], found: GroupCosts
+) -> Placement:
+    """Return the placement of stages with numbers of replicas of their own.
 
     Args:
         request: the whole question.
-        choice: one that has a plan.
+        model: of their costs.
+        groups: the stages.
+        found: their costs.
     """
-    groups, found, units = choice.groups, choice.costs, choice.model.units
-    assert groups is not None and found is not None
-    asked, names = choice.request, [device.name for device in request.devices]
-    profile = asked.profile
-    loads = _loads(choice, groups, found)
+    units, names = model.units, [device.name for device in request.devices]
+    profile = model.problem.request.profile
+    loads = loads_of_groups(request.devices, groups, found)
     changed: dict[str, Any] = {
         "objective_value": found.value,
         "status": "feasible",
@@ -318,15 +320,20 @@ def placement_of_groups(request: PlacementRequest, choice: GroupChoice) -> Place
         changed["tie_breaks"] = _ties(found.compute_ms.values(), transfer_ms)
     if found.pipeline is not None:
         changed["step"] = _step(request, groups, found)
-    header = answer.header(choice.model.problem, "replicas by stage", 0.0)
+    header = answer.header(model.problem, "replicas by stage", 0.0)
     return Placement.model_validate(header | changed)
 
 
-def _loads(
-    choice: GroupChoice, groups: Sequence[Group], found: GroupCosts
+def loads_of_groups(
+    devices: Sequence[Device], groups: Sequence[Group], found: GroupCosts
 ) -> dict[str, DeviceLoad]:
-    """Return the load of each device that holds layers, by its name."""
-    devices = choice.model.problem.devices
+    """Return the load of each device that holds layers, by its name.
+
+    Args:
+        devices: of the request.
+        groups: the stages.
+        found: their costs.
+    """
     return {
         devices[device].name: DeviceLoad(
             device=devices[device].name,

@@ -293,8 +293,14 @@ class ReplicaSearch:
             return
         self.groups = groups
         groups.search(self._value)
-        if groups.best is not None:
-            self._offer(replica_answer.placement_of_groups(self.request, groups.best))
+        best = groups.best
+        if best is not None:
+            assert best.groups is not None and best.costs is not None
+            self._offer(
+                replica_answer.placement_of_groups(
+                    self.request, best.model, best.groups, best.costs
+                )
+            )
 
     def _bounds(self) -> list[float]:
         """Return a bound of each shape that is not proven infeasible."""

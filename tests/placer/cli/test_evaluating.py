@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -8,7 +9,15 @@ import pytest
 from commands import Run, chain
 
 from placer.cli import other_engines
-from placer.schema import Evaluation, Placement, PlacementRequest, Profile
+from placer.schema import (
+    Cluster,
+    Device,
+    Evaluation,
+    Link,
+    Placement,
+    PlacementRequest,
+    Profile,
+)
 from placer.solver.solve import solve
 
 # The layers take 3, 1, 1 and 1 ms, and transfers next to nothing.
@@ -118,6 +127,45 @@ def test_a_map_with_replicas_is_judged_in_training(run: Run, tmp_path: Path) -> 
     copies.write_text(json.dumps({"layer_devices": content["layer_devices"]}))
     # one device computes all four micro-batches
     assert judged(run("evaluate", copies, *options).out).objective_value == pytest.approx(32.0)
+
+
+def test_a_map_with_replicas_by_stage_is_judged_and_compared_with_the_best(
+    run: Run, tmp_path: Path
+) -> None:
+    profile = chain([4.0, 2.0])
+    names = ["cuda:0", "cuda:1", "cuda:2"]
+    cluster = Cluster(
+        devices=[Device(name=name, type="fast", memory_bytes=2**40) for name in names],
+        links=[
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e12)
+            for a, b in itertools.permutations(names, 2)
+        ],
+    )
+    layers = [
+        one.model_copy(update={"backward_ms": one.forward_ms, "grad_bytes": grad_bytes})
+        for one, grad_bytes in zip(profile.layers, (0, 2**33), strict=True)
+    ]
+    request = PlacementRequest(
+        profile=profile.model_copy(update={"layers": tuple(layers), "training": True}),
+        cluster=cluster,
+        objective="step",
+        chunks=8,
+        replicas="by-stage",
+        schedule="1f1b",
+    )
+    file, own = tmp_path / "request.json", tmp_path / "map.json"
+    file.write_text(request.model_dump_json())
+    members = [{"device": name, "samples": profile.batch_size} for name in names[:2]]
+    where = {"l0": "cuda:0", "l1": "cuda:2"}
+    own.write_text(json.dumps({"layer_devices": where, "replicas": {"cuda:0": members}}))
+    answer = run("evaluate", own, "--profile", file)
+    assert not answer.err, answer.err
+    found = judged(answer.out)
+    # the last stage waits 4 ms for two units, and computes four times as many; no gradient returns
+    assert found.objective_value == pytest.approx(4 + 4 * 2 * (2 + 2), rel=1e-3)
+    assert (found.valid, found.best_value) == (True, pytest.approx(found.objective_value))
+    shown = run("evaluate", own, "--profile", file, terminal=True)
+    assert "valid: a whole batch 36.0" in plain(shown.out)
 
 
 def test_a_whole_request_is_judged_as_it_stands(run: Run, tmp_path: Path) -> None:

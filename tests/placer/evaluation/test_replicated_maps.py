@@ -257,7 +257,9 @@ def test_replicas_that_fit_neither_map_nor_batch_are_refused() -> None:
     three = request.model_copy(update={"batch_size": 2 * size + 1})
     cases = {
         "replicas are given for ['d1']": good.model_copy(update={"replicas": {"d1": members}}),
-        "two or more, and equally many": good.model_copy(update={"replicas": {"d0": members[:1]}}),
+        "1 device given; give two or more": good.model_copy(
+            update={"replicas": {"d0": members[:1]}}
+        ),
         "give 'd0' first": good.model_copy(update={"replicas": {"d0": members[::-1]}}),
         "'d0' is given twice": good.model_copy(update={"replicas": {"d0": members[:1] * 2}}),
         f"micro-batches of [{size}": copies(request, 1000 * size, 1000 * size),

@@ -14,13 +14,15 @@ from placer.schema.refinement import StageTime
 from placer.solver.solve import solve
 
 KIND = "chip"
-DEVICES = ["cpu:0", "cpu:1"]
 ALONE_MS = [3.0, 1.0, 4.0, 1.0, 5.0, 2.0]
 """What a profile has: each layer of a chain, alone."""
 
 
 def _request(
-    isolated_ms: Sequence[float] = ALONE_MS, training: bool = True, **options: object
+    isolated_ms: Sequence[float] = ALONE_MS,
+    training: bool = True,
+    devices: int = 2,
+    **options: object,
 ) -> PlacementRequest:
     layers = tuple(
         Layer(
@@ -32,17 +34,17 @@ def _request(
         for index, ms in enumerate(isolated_ms)
     )
     edges = tuple(Edge(source=a.name, targets=(b.name,), bytes=8) for a, b in pairwise(layers))
-    devices = tuple(
-        Device(name=f"cpu:{index}", type=KIND, memory_bytes=2**30) for index in range(2)
+    members = tuple(
+        Device(name=f"cpu:{index}", type=KIND, memory_bytes=2**30) for index in range(devices)
     )
     links = tuple(
         Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e12)
-        for a in devices
-        for b in devices
+        for a in members
+        for b in members
         if a != b
     )
     profile = Profile(
-        training=training, layers=layers, edges=edges, cluster=Cluster(devices=devices, links=links)
+        training=training, layers=layers, edges=edges, cluster=Cluster(devices=members, links=links)
     )
     return PlacementRequest(profile=profile, **options)  # type: ignore[arg-type]
 
@@ -262,12 +264,11 @@ def _by_layers(times_ms: Sequence[float]) -> Callable[[Placement], list[StageTim
     def measure(placement: Placement) -> list[StageTime]:
         held = {
             device: [i for i, d in enumerate(placement.layer_devices.values()) if d == device]
-            for device in DEVICES
+            for device in dict.fromkeys(placement.layer_devices.values())
         }
         return [
             _stage(d, *layers, forward_ms=sum(times_ms[i] for i in layers))
             for d, layers in held.items()
-            if layers
         ]
 
     return measure
@@ -288,6 +289,22 @@ def test_replicas_are_corrected_by_the_measurement_of_one_of_them(
     assert only.predicted_value == pytest.approx(passes * 3 * sum(ALONE_MS))
     assert only.measured_value == pytest.approx(passes * sum(real_ms))
     assert found.stop_reason == "converged" and found.placement.replicas == first.replicas
+
+
+def test_stages_with_their_own_numbers_of_replicas_are_corrected_by_one_replica() -> None:
+    request = _request([2.0, 1.0], devices=3, objective="throughput", chunks=4, replicas="by-stage")
+    first, last = request.profile.layers
+    layers = (first, last.model_copy(update={"grad_bytes": 2**29}))
+    profile = request.profile.model_copy(update={"layers": layers})
+    request = request.model_copy(update={"profile": profile})
+    placement = solve(request)
+    assert placement.replicas_by_stage == (2, 1)
+    found = improve(placement, request, _by_layers([9.0, 1.0]), solve)
+    # both passes were to take three times the forward pass; two devices share the first layer's
+    (only,) = found.rounds
+    assert only.predicted_value == pytest.approx(3 * 2.0 / 2)
+    assert only.measured_value == pytest.approx(9.0 / 2)
+    assert found.stop_reason == "converged" and found.placement.replicas == placement.replicas
 
 
 def test_replicas_without_a_link_do_not_answer_the_request() -> None:

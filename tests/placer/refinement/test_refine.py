@@ -4,6 +4,7 @@ cannot be is refused."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from refined import (
     small_gpt,
     token_loss,
 )
-from replicated import replicated
+from replicated import by_stage, replicated
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -151,37 +152,50 @@ def test_the_stages_of_one_replica_are_measured_with_its_share(replicas: int, st
     assert only.measured_value == pytest.approx(judged.objective_value, rel=1e-12)
 
 
-def shared_by(shares: dict[str, tuple[int, ...]]) -> Placement:
-    """A placement of a layer on each of some devices, with replicas of these samples."""
-    replicas = {
-        f"cpu:{10 * stage}": tuple(
-            Replica(device=f"cpu:{10 * stage + number}", samples=size)
-            for number, size in enumerate(sizes)
-        )
-        for stage, sizes in enumerate(shares.values())
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2)])
+def test_of_stages_with_their_own_numbers_of_replicas_units_are_measured(
+    counts: tuple[int, int],
+) -> None:
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(8, 16)
+    places = [f"cpu:{index}" for index in range(3)]
+    one = by_stage(model, counts, chunks=2)
+    members = {
+        first: tuple(Replica(device=held.device, samples=8 * held.samples) for held in replicas)
+        for first, replicas in one.replicas.items()
     }
+    placement = one.model_copy(update={"batch_size": 16, "replicas": members})
+    with logical_devices(len(places)):
+        found = placer.profile(model, x, places, training=True, progress=False, repeats=1)
+        refined = placer.refine(placement, model, x, profile=found, rounds=1, timer=flops_clock)
+    (only,) = refined.rounds
+    assert [stage.device for stage in only.stages] == ["cpu:0", f"cpu:{counts[0]}"]
+    assert sum(stage.forward_ms for stage in only.stages) == flops(lambda: model(x))
+    assert only.placement.replicas == members
+    # the evaluation of a map by hand takes another way
+    request = PlacementRequest(profile=refined.profile, objective="step", chunks=4)
+    given = LayerMap(layer_devices=placement.layer_devices, replicas=members)
+    judged = placer.evaluate(request, given, best=False)
+    assert only.measured_value == pytest.approx(judged.objective_value, rel=1e-12)
+
+
+def shared_by(samples: Sequence[int]) -> Placement:
+    """A placement of a layer on several devices with these shares."""
+    members = tuple(
+        Replica(device=f"cpu:{number}", samples=size) for number, size in enumerate(samples)
+    )
     return Placement(
         status="optimal",
         objective="step",
         training=True,
-        layer_devices=dict(zip(shares, replicas, strict=True)),
-        replicas={device: members for device, members in replicas.items() if len(members) > 1},
-        batch_size=sum(next(iter(shares.values()))),
+        layer_devices={"0": "cpu:0"},
+        replicas={"cpu:0": members},
+        batch_size=sum(samples),
     )
 
 
-@pytest.mark.parametrize(
-    ("shares", "message"),
-    [
-        ({"0": (3, 1)}, r"compute \[1, 3\] samples, and its stages have \(2,\) replicas; refine"),
-        ({"0": (2, 2), "1": (4,)}, r"stages have \(2, 1\) replicas; refine measures equal"),
-    ],
-)
-def test_replicas_that_are_no_equal_pipelines_are_refused(
-    shares: dict[str, tuple[int, ...]], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        placer.refine(shared_by(shares), nn.Linear(2, 2), torch.zeros(1, 2))
+def test_replicas_with_unequal_shares_are_refused() -> None:
+    with pytest.raises(InputError, match=r"of cpu:0 compute \[3, 1\] samples; refine measures eq"):
+        placer.refine(shared_by((3, 1)), nn.Linear(2, 2), torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import solvers_for_tests
 from browser import CHROMIUM, DRIVER, browsing
+from replicas_by_stage import two_to_one
 
 import placer_server
 from placer.report.page import html_report
@@ -337,6 +338,18 @@ def drop(page, content):
         "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: "
         "data, bubbles: true}))",
         json.dumps(content),
+    )
+
+
+@needs_chromium
+def test_replicas_by_stage_have_a_row_of_the_timeline_each(page):
+    request = two_to_one(examples.requests()["throughput"]["value"])
+    drop(page, request)
+    assert fact(page, "Replicas") == "2-1 by stage"
+    devices = [one["device"] for one in timeline_of(page, request)["devices"]]
+    assert devices == ["cuda:0", "cuda:1", "cuda:2"]
+    page.until(
+        "document.querySelectorAll('#current .timeline .idle[x]').length === " + str(len(devices))
     )
 
 

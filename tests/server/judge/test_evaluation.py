@@ -5,6 +5,7 @@ import json
 from contextlib import ExitStack
 
 import pytest
+from replicas_by_stage import two_to_one
 
 from placer.schema import PlacementRequest
 from placer.solver.solve import solve
@@ -77,6 +78,34 @@ def test_copies_of_the_model_are_judged_and_compared_with_the_best_shape(serve, 
     one_sided = {**names, "replicas": {"cuda:1": placed["replicas"]["cuda:0"]}}
     refused = client.post(f"{EVALUATE}?id={placed['id']}", json=one_sided)
     assert (refused.status_code, "the map has layers on" in refused.json()["detail"]) == (422, True)
+
+
+def test_replicas_by_stage_are_judged_compared_and_shown(serve, request_body):
+    client = serve(solve)
+    body = two_to_one(request_body())
+    names = ["cuda:0", "cuda:1", "cuda:2"]
+    placed = client.post("/v1/placements?wait=20", json=body).json()
+    assert [len(members) for members in placed["replicas"].values()] == [2]
+    key = placed["id"]
+    given = {"layer_devices": placed["layer_devices"], "replicas": placed["replicas"]}
+    found = client.post(f"{EVALUATE}?id={key}&best=true", json=given).json()
+    assert (found["valid"], found["devices"], found["above_best"]) == (True, placed["devices"], 0.0)
+    maps = {"maps": {"own": placed["layer_devices"]}, "replicas": {"own": placed["replicas"]}}
+    compared = client.post(f"{COMPARE}?id={key}", json=maps).json()
+    assert [one["objective_value"] for one in compared["evaluations"]] == [
+        placed["objective_value"]
+    ] * 2
+    shown = client.get(f"/v1/placements/{key}/timeline").json()
+    assert [one["device"] for one in shown["devices"]] == names
+    assert shown["step_ms"] == pytest.approx(placed["step"]["isolated_ms"])
+    trace = client.get(f"/v1/placements/{key}/trace").json()["traceEvents"]
+    slices = {one["tid"] for one in trace if one["ph"] == "X"}
+    assert len(slices) >= len(names)
+    report = client.get(f"/v1/placements/{key}/report").text
+    assert "cuda:0, cuda:1</td>" in report
+    refused = client.post(f"{COMPARE}?id={key}", json={**maps, "replicas": {"other": {}}})
+    assert refused.status_code == 422
+    assert "are given for 'other', which is not a map" in refused.text
 
 
 def test_a_text_of_an_engine_is_judged_against_the_best_that_its_format_can_express(

@@ -72,12 +72,12 @@ def test_of_replicas_the_first_pipeline_is_shown_with_its_exchange():
     assert len(shown.passes) == 2 * 2 * placement.chunks
 
 
-def test_different_numbers_of_replicas_are_refused():
+def test_units_of_a_size_that_was_not_measured_are_refused():
     shared = tuple({"device": name, "samples": 1} for name in ("cuda:1", "cuda:2"))
     placement = Placement.model_validate(
         {**placed().model_dump(), "batch_size": 2, "replicas": {"cuda:1": shared}}
     )
-    with pytest.raises(InputError, match=r"has 1-2 replicas by stage.*solve with replicas='auto'"):
+    with pytest.raises(InputError, match=r"of 2 samples under '1f1b', which its request does not"):
         timeline(example(), placement)
 
 
