@@ -93,8 +93,8 @@ def test_the_host_does_not_wait_for_the_pass_ahead(late: Late) -> None:
         with flow.applied():
             found = model.generate(_ids(seed), streamer=late, **OPTIONS)
         assert found.tolist() == reference.generate(_ids(seed), **OPTIONS).tolist()
-    # the prompt, its token, a pass that shows the loop; the last token has no pass after it
-    assert late.pending == [False, False, *[True] * (NEW - 2), False]
+    # the prompt, its token, a pass that shows the loop; after the last token, only the sleep
+    assert late.pending == [False, False, *[True] * (NEW - 1)]
 
 
 def test_a_pass_waits_for_a_token_that_comes_late() -> None:
