@@ -7,8 +7,8 @@
 
 ``generate`` of transformers draws a token, asks its stopping criteria, and waits for their answer.
 A criterion of this module never stops a text, but knows the new token, which is still on the device
-only. It prepares the arguments of the next pass by the model's own methods and issues the pass on a
-stream of its own. When the loop asks for these arguments and then calls the model with them, it
+only. It prepares the arguments of the next pass by the model's own methods, and issues the pass in
+streams of its own. When the loop asks for these arguments and then calls the model with them, it
 gets what is there already. Identity of all arguments says that the call is the expected one. A pass
 that nobody asks for is taken back: the cache has one token less again.
 
