@@ -41,8 +41,8 @@ _PATIENCE_S = 0.1
 """Maximum time for which a recording waits until other generations wait for their turn."""
 
 _MOST_SLOTS = 16
-"""Slots with recordings: the caller's streams, and as many side streams as a device has. On GPUs one
-slot less has some, since the passes ahead of each flow take a stream of each device."""
+"""Slots with recordings: the caller's streams, and as many side streams as a device has. On GPUs
+one slot fewer has them, since the passes ahead of each flow take a stream of each device."""
 
 _TOO_MANY = f"more than {_MOST_SLOTS} generations run at once"
 
