@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from small_requests import SHARE
+from tier_clusters import cluster
 
 from placer import GenerationOptions, PlacementRequest, Profile, solve
 from placer.errors import InputError, PlacementError
-from placer.schema import Cluster, Device, Edge, Layer, Link, Rate, base
+from placer.schema import Cluster, Edge, Layer, base
 from placer.solver.check import check
 from placer.solver.latency import host_weights
 
@@ -25,25 +26,6 @@ AMPLE = 10**9
 def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chosen experts alone are copied from 600 bytes of resting experts on."""
     monkeypatch.setattr(base, "LEAST_EXPERT_BYTES", 600)
-
-
-def cluster(count: int, memory_bytes: int, rate: float, disk: float | None = None) -> Cluster:
-    """Devices of one type that read so many bytes a second from the host, and from its disk."""
-    devices = tuple(
-        Device(
-            name=f"d{number}",
-            type="t",
-            memory_bytes=memory_bytes,
-            from_host=Rate(bandwidth_bytes_per_s=rate, latency_s=1e-4),
-            from_disk=Rate(bandwidth_bytes_per_s=disk, latency_s=3e-4) if disk else None,
-        )
-        for number in range(count)
-    )
-    links = tuple(
-        Link(source=one.name, target=other.name, bandwidth_bytes_per_s=1e6, latency_s=2e-4)
-        for one, other in itertools.permutations(devices, 2)
-    )
-    return Cluster(devices=devices, links=links)
 
 
 def passes(layers: list[Layer], token_share: float, token_ms: float) -> dict[str, Profile]:

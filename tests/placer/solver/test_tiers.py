@@ -11,39 +11,18 @@ from typing import Any
 
 import pytest
 from small_requests import SHARE
+from tier_clusters import cluster
 
 from placer import GenerationOptions, Placement, PlacementRequest, Profile, solve
 from placer.errors import InputError, PlacementError
 from placer.report.explain import proven
-from placer.schema import Cluster, Device, Edge, Layer, Link, Rate, TiedParameters
+from placer.schema import Cluster, Edge, Layer, TiedParameters
 from placer.solver.check import check
 from placer.solver.latency import host_weights
 from placer_server.judge.timeline import timeline
 
 AMPLE = 10**9
 NAMES = "abcdefghijkl"
-
-
-def cluster(
-    count: int, memory_bytes: int, rate: float = 2e6, disk: float | None = None, **fields: Any
-) -> Cluster:
-    """Devices of one type; each reads so many bytes a second from the host and from its disk."""
-    devices = tuple(
-        Device(
-            name=f"d{number}",
-            type="t",
-            memory_bytes=memory_bytes,
-            from_host=Rate(bandwidth_bytes_per_s=rate, latency_s=1e-4),
-            from_disk=Rate(bandwidth_bytes_per_s=disk, latency_s=3e-4) if disk else None,
-            **fields,
-        )
-        for number in range(count)
-    )
-    links = [
-        Link(source=one.name, target=other.name, bandwidth_bytes_per_s=1e6, latency_s=2e-4)
-        for one, other in itertools.permutations(devices, 2)
-    ]
-    return Cluster(devices=devices, links=tuple(links))
 
 
 def chain(

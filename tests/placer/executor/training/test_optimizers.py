@@ -73,6 +73,19 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": weights}, {"params": biases, "lr": 0.02}]
 
 
+def _assert_equals_steps(
+    model: nn.Module, whole: nn.Module, optimizer: torch.optim.Optimizer, count: int
+) -> None:
+    """Assert that a trained model equals the unsplit one after so many steps of it."""
+    inputs, target = _batch()
+    for _ in range(count):
+        optimizer.zero_grad()
+        functional.mse_loss(whole(inputs), target).backward()
+        optimizer.step()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-10, rtol=1e-10)
+
+
 @pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", WAYS)
 def test_three_steps_equal_the_unsplit_models(name: str) -> None:
@@ -86,12 +99,7 @@ def test_three_steps_equal_the_unsplit_models(name: str) -> None:
         step = flow.train_step(functional.mse_loss, ours)
         for _ in range(3):
             step(inputs, target, chunks=4)
-    for _ in range(3):
-        theirs.zero_grad()
-        functional.mse_loss(whole(inputs), target).backward()
-        theirs.step()
-    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-10, rtol=1e-10)
+    _assert_equals_steps(model, whole, theirs, 3)
 
 
 @pytest.mark.parametrize("name", ["ASGD", "Rprop", "Adagrad", "RMSprop", "NAdam", "RAdam"])
@@ -111,12 +119,7 @@ def test_a_step_after_every_layer_moved_equals_the_unsplit_models(name: str) -> 
         flow.update_flow()
         for _ in range(2):
             step(inputs, target, chunks=4)
-    for _ in range(3):
-        theirs.zero_grad()
-        functional.mse_loss(whole(inputs), target).backward()
-        theirs.step()
-    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-10, rtol=1e-10)
+    _assert_equals_steps(model, whole, theirs, 3)
 
 
 def test_every_optimizer_of_torch_was_tried_or_cannot_step_by_dense_gradients_of_any_shape() -> (
@@ -195,12 +198,7 @@ def test_training_goes_on_from_a_checkpoint_of_four_devices_on_two() -> None:
         again = torch.optim.Adam(later.parameters(), lr=0.01)
         again.load_state_dict(saved[1])
         flow.train_step(functional.mse_loss, again)(inputs, target, chunks=2)
-    for _ in range(2):
-        theirs.zero_grad()
-        functional.mse_loss(whole(inputs), target).backward()
-        theirs.step()
-    for mine, its in zip(later.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach().cpu(), its.detach(), atol=1e-10, rtol=1e-10)
+    _assert_equals_steps(later, whole, theirs, 2)
 
 
 class _Spare(nn.Module):
