@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from torch import Tensor
 POOL = 32
 """Number of streams per device in torch's pool (c10/cuda/CUDAStream.cpp)."""
 
-_lock = threading.Lock()
+# Reentrant: the garbage collector may drop side streams while this thread takes some.
+_lock = threading.RLock()
 # By owner and not by stream: a weak reference to a torch.cuda.Stream crashes the process (torch
 # 2.11).
 _lanes: defaultdict[torch.device, WeakKeyDictionary[object, int]] = defaultdict(WeakKeyDictionary)
@@ -73,6 +74,8 @@ class SideStreams:
         caller's stream   ──┬─────────────────────┬──
         side stream         └── work in the block ┘
 
+    Streams of an object that is dropped serve other threads again, as after ``release``.
+
     Args:
         places: the devices; those without streams are skipped.
 
@@ -83,6 +86,8 @@ class SideStreams:
     def __init__(self, places: Iterable[torch.device]) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._callers: dict[torch.device, torch.cuda.Stream] = {}
+        self._give_back = finalize(self, _give_back, self._streams)
+        self._give_back.atexit = False
         for place in places:
             if place.type == "cuda":
                 try:
@@ -150,10 +155,14 @@ class SideStreams:
 
     def release(self) -> None:
         """Give the streams back, for other threads."""
-        with _lock:
-            for place, stream in self._streams.items():
-                _apart[place].append(stream)
-        self._streams = {}
+        self._give_back()
+
+
+def _give_back(streams: dict[torch.device, torch.cuda.Stream]) -> None:
+    with _lock:
+        for place, stream in streams.items():
+            _apart[place].append(stream)
+        streams.clear()
 
 
 class NoStreamsError(Exception):

@@ -241,8 +241,8 @@ class Decoding:
             ahead: what ``run_ahead`` returned last.
         """
         state = self._findings.state
-        is_same = ahead.version == self._findings.version and state is not None and state.holds()
-        if is_same and state is not None and state.writes() == ahead.contents:
+        is_same = ahead.version == self._findings.version
+        if is_same and state is not None and state.holds() and state.writes() == ahead.contents:
             self._note(ahead.call, ahead.recording, is_replayed=True)
             return True
         self.take_back(ahead)

@@ -32,6 +32,8 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     streams._lanes.pop(DEVICE, None)
     streams._recordings.pop(DEVICE, None)
+    streams._apart.pop(DEVICE, None)
+    streams._apart_counts.pop(DEVICE, None)
 
 
 def test_no_lane_has_a_stream_of_recordings() -> None:
@@ -50,3 +52,19 @@ def test_a_recording_takes_a_stream_that_no_living_lane_has() -> None:
 def test_a_recording_shares_a_stream_when_lanes_have_all() -> None:
     lanes = [_Lane() for _ in range(32)]
     assert streams.stream_of_recordings(DEVICE).cuda_stream in {lane.number for lane in lanes}
+
+
+def test_side_streams_serve_others_once_they_are_released_or_dropped() -> None:
+    taken = []
+    with pytest.raises(streams.NoStreamsError):
+        while True:
+            taken.append(streams.SideStreams([DEVICE]))
+    stream = taken[-1].stream(DEVICE)
+    assert taken[0].stream(DEVICE) is not None is not stream
+    del taken[-1]
+    other = streams.SideStreams([DEVICE])
+    assert other.stream(DEVICE) is stream
+    other.release()
+    other.release()
+    assert other.stream(DEVICE) is None
+    assert streams.SideStreams([DEVICE]).stream(DEVICE) is stream

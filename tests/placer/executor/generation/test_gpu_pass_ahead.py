@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -133,3 +134,19 @@ def test_a_pass_that_is_not_needed_leaves_no_trace(name: str, late: Late) -> Non
         text = model.generate(longer, past_key_values=found.past_key_values, **OPTIONS)
     wanted = reference.generate(longer, past_key_values=expected.past_key_values, **OPTIONS)
     assert text.tolist() == wanted.tolist()
+
+
+def test_a_flow_that_is_dropped_leaves_its_streams_to_the_next_one(late: Late) -> None:
+    places, others = [torch.device("cuda", number) for number in range(COUNT)], []
+    with pytest.raises(devices.NoStreamsError):
+        while True:
+            others.append(devices.SideStreams(places))
+    others.pop()  # the streams of one are free again
+    for seed in range(2):
+        model, _, flow = _placed("llama")
+        with flow.applied():
+            model.generate(_ids(seed), **OPTIONS)
+        assert late.passes
+        late.passes.clear()
+        del model, flow
+        gc.collect()
