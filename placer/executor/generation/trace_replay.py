@@ -27,6 +27,7 @@ from placer.executor.generation.operation_trace import (
     filled,
     tensors_of,
 )
+from placer.executor.generation.repetitions import distinct
 from placer.executor.state.resting.resting_replay import Action, RestingReplay
 
 
@@ -68,10 +69,12 @@ class TraceReplay:
     """
 
     def __init__(self, trace: Trace, results: Collection[int]) -> None:
-        self.pieces = _pieces(trace)
+        operations, omitted = distinct(trace, results)
+        self.pieces = _pieces(trace, operations)
         self.reserved_bytes: dict[torch.device, int] = {}
         self._guards = trace.guards
-        self._values: dict[int, Tensor] = {**trace.constants, **trace.externals, **trace.arrived}
+        arrived = {number: one for number, one in trace.arrived.items() if number not in omitted}
+        self._values: dict[int, Tensor] = {**trace.constants, **trace.externals, **arrived}
         self._external = frozenset(self._values)
         self._first = _with_resting(self.pieces)
         self._last_reads = _last_reads(self.pieces, self._external | set(results))
@@ -255,11 +258,11 @@ class _Levels:
         return level
 
 
-def _pieces(trace: Trace) -> list[Piece]:
+def _pieces(trace: Trace, operations: Iterable[Operation]) -> list[Piece]:
     """Return the pieces of a pass, in the order in which they run."""
     found: dict[tuple[int, torch.device], Piece] = {}
     levels = _Levels()
-    for operation in _with_shared_transfers(trace):
+    for operation in operations:
         level = levels.level(operation, trace)
         piece = found.setdefault((level, operation.device), Piece(operation.device, level))
         if operation.is_transfer:
@@ -267,36 +270,6 @@ def _pieces(trace: Trace) -> list[Piece]:
         else:
             piece.operations.append(operation)
     return sorted(found.values(), key=lambda piece: piece.level)
-
-
-def _with_shared_transfers(trace: Trace) -> Iterable[Operation]:
-    """Yield the operations, with one copy of a value for all readers on a device.
-
-    Hooks copy what a module reads whenever it is entered: a mask once per layer.
-    """
-    storages = trace.storages
-    changed = {storages[number] for number in trace.written()}
-    first: dict[tuple[int, torch.device, str], int] = {}
-    for operation in trace.operations:
-        if operation.makes and all(number in trace.constants for number in operation.makes):
-            continue  # numbers that the recording keeps
-        if not operation.is_transfer or operation.writes:
-            # A write makes earlier copies of that memory outdated.
-            written = {storages[number] for number in operation.writes}
-            first = {key: copy for key, copy in first.items() if storages[key[0]] not in written}
-            yield operation
-            continue
-        (source,), (target,) = operation.reads, operation.makes
-        if source in trace.constants and storages[target] not in changed:
-            continue  # the first copy stays valid
-        key = source, operation.device, repr(operation.kwargs)
-        if key in first and storages[target] not in changed:
-            trace.arrived[target] = trace.arrived[first[key]]
-            storages[target] = storages[first[key]]
-            continue
-        if storages[target] not in changed:
-            first[key] = target
-        yield operation
 
 
 def _last_reads(pieces: Iterable[Piece], kept: Collection[int]) -> dict[int, list[int]]:

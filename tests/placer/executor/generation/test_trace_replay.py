@@ -102,6 +102,72 @@ def test_a_copy_into_a_tensor_comes_after_its_earlier_readers() -> None:
     assert target.tolist() == [2.0] * 3
 
 
+def _operations(replay: TraceReplay, name: str) -> int:
+    operations = (one for piece in replay.pieces for one in piece.operations)
+    return sum(str(one.function).startswith(f"aten.{name}.") for one in operations)
+
+
+def test_equal_operations_on_equal_values_run_once() -> None:
+    x, mask = _at(torch.ones(3), 0), _at(torch.tensor([True, False, True]), 0)
+
+    def run() -> Tensor:
+        total = x
+        for turn in range(4):
+            total = total + torch.where(mask.logical_not(), -1.0, 2.0) * (turn % 2)
+        return total
+
+    replay, again = _replayed(run)
+    counts = [_operations(replay, name) for name in ("logical_not", "where", "mul", "add")]
+    assert counts == [1, 1, 2, 4]
+    mask.logical_not_()
+    assert again().tolist() == [-1.0, 5.0, -1.0]
+
+
+def test_an_operation_runs_again_once_its_input_has_changed() -> None:
+    x, kept = _at(torch.ones(3), 0), _at(torch.zeros(3), 0)
+
+    def run() -> Tensor:
+        before = (kept + 1) * 2
+        kept[1:].add_(x[1:])  # through a view of the memory
+        return before * 10 + (kept + 1) * 2
+
+    _, again = _replayed(run)
+    kept.zero_()
+    assert again().tolist() == [22.0, 24.0, 24.0]
+
+
+def test_equal_values_that_change_in_place_have_memory_of_their_own() -> None:
+    x = _at(torch.ones(3), 0)
+
+    def run() -> Tensor:
+        one, other = x + 1, x + 1
+        one.mul_(5)
+        return one - other
+
+    _, again = _replayed(run)
+    assert again().tolist() == [8.0] * 3
+
+
+def test_random_numbers_are_drawn_each_time() -> None:
+    x = _at(torch.zeros(64), 0)
+    replay, again = _replayed(lambda: torch.rand_like(x) - torch.rand_like(x))
+    assert _operations(replay, "rand_like") == 2
+    assert 0 not in again().tolist()
+
+
+def test_a_result_shares_no_memory_with_an_equal_value() -> None:
+    x = _at(torch.ones(3), 0)
+    with OperationTrace() as tracer:
+        results = [x * 2, x * 2]
+    numbers = [tracer.number(one) for one in results]
+    replay = TraceReplay(tracer.trace, [one for one in numbers if one is not None])
+    replay.record()
+    replay.run()
+    first, second = (replay.value(number) for number in numbers if number is not None)
+    first.zero_()
+    assert second.tolist() == [2.0] * 3
+
+
 def test_numbers_of_python_are_kept_and_numbers_of_tensors_computed_again() -> None:
     x = _at(torch.ones(2), 1)
 
