@@ -305,7 +305,7 @@ def _generation(
     """Return the request for generations; measure the prompt's pass and a pass of one token."""
     from placer.estimator.expert_choices import experts_per_token
     from placer.estimator.kv_cache import keys_and_values
-    from placer.executor.generation.static_cache import capacity_at_end
+    from placer.executor.generation.cache_view import capacity_at_end
     from placer.profiler.generation import REMEDY, profile_generation, prompt_inputs
 
     if asked.batch_sizes is not None:

@@ -22,7 +22,7 @@ from placer.estimator.memory_profiles import with_cache
 from placer.estimator.memory_search import Asked, ShorterTexts, estimated
 from placer.executor.dataflow import DataFlow
 from placer.executor.engine.compiled_segments import Backend, backend_of
-from placer.executor.generation.static_cache import capacity_at_end
+from placer.executor.generation.cache_view import capacity_at_end
 from placer.pretrained import quantised
 from placer.pretrained.checkpoint_folder import checkpoint_folder, has_weights, tokenizer_of
 from placer.pretrained.pretrained import Pretrained

@@ -14,8 +14,8 @@ from placer import devices
 from placer.capture import autocast
 from placer.capture.pytrees import Structure, flatten
 from placer.executor.engine.compiled_segments import Backend
+from placer.executor.generation.cache_view import CacheView, cache_of
 from placer.executor.generation.model_state import CannotRecordError
-from placer.executor.generation.static_cache import CacheView, cache_of
 
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 """Arguments of transformers with one entry per token in their second dimension."""

@@ -24,22 +24,22 @@ from placer import devices
 from placer.capture import autocast
 from placer.capture.pytrees import flatten
 from placer.executor.engine.compiled_segments import Backend
-from placer.executor.generation.calls import Call, Kind, attention_of, kind_of, modes, new_tokens
-from placer.executor.generation.compiled_pieces import compilation
-from placer.executor.generation.findings import Findings
-from placer.executor.generation.model_state import CannotRecordError, ModelState
-from placer.executor.generation.recording import Kept, Recording, ReplayedCall
-from placer.executor.generation.results import difference
-from placer.executor.generation.static_cache import (
+from placer.executor.generation.cache_view import (
     CacheView,
-    StaticCopy,
     UnsupportedCacheError,
     cache_of,
     capacity_for,
     is_empty,
 )
+from placer.executor.generation.calls import Call, Kind, attention_of, kind_of, modes, new_tokens
+from placer.executor.generation.findings import Findings
+from placer.executor.generation.model_state import CannotRecordError, ModelState
+from placer.executor.generation.recording import Kept, Recording, ReplayedCall
+from placer.executor.generation.results import difference
+from placer.executor.generation.static_cache import StaticCopy
 from placer.executor.generation.text_length import TextLength
-from placer.executor.generation.trace_replay import TraceReplay
+from placer.executor.generation.tracing.compiled_pieces import compilation
+from placer.executor.generation.tracing.trace_replay import TraceReplay
 from placer.executor.hook_path import HookPath
 from placer.utils.units import count_text
 

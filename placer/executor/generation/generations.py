@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from placer import devices
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.generation import pass_ahead
+from placer.executor.generation.cache_view import cache_of, cache_tensors
 from placer.executor.generation.calls import new_tokens
 from placer.executor.generation.decoding import Decoding
 from placer.executor.generation.findings import Findings, GenerationReport
 from placer.executor.generation.pass_ahead import PassAhead
 from placer.executor.generation.recording import ReplayedCall
 from placer.executor.generation.results import tensors_without_caches
-from placer.executor.generation.static_cache import cache_of, cache_tensors
 from placer.executor.hook_path import HookPath
 from placer.executor.stage_errors import nothing_held
 from placer.executor.state.model_lock import ModelLock

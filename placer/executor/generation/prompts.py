@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.executor.generation.static_cache import LENGTHS, CacheView, UnsupportedCacheError
+from placer.executor.generation.cache_view import LENGTHS, CacheView, UnsupportedCacheError
 
 _KEPT_KINDS = 64
 

@@ -13,12 +13,12 @@ from placer import devices
 from placer.capture.pytrees import Structure, flatten
 from placer.executor.engine.compiled_segments import error_line
 from placer.executor.generation.calls import Call, Kind
-from placer.executor.generation.compiled_pieces import Compilation
 from placer.executor.generation.model_state import CannotRecordError
-from placer.executor.generation.operation_trace import OperationTrace, Trace
 from placer.executor.generation.results import UsersCache, copied, exchanged
 from placer.executor.generation.static_cache import StaticCopy
-from placer.executor.generation.trace_replay import TraceReplay
+from placer.executor.generation.tracing.compiled_pieces import Compilation
+from placer.executor.generation.tracing.operation_trace import OperationTrace, Trace
+from placer.executor.generation.tracing.trace_replay import TraceReplay
 from placer.executor.hook_path import HookPath
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from placer import DataFlow, devices
 from placer.errors import InputError
-from placer.executor.generation import compiled_pieces
-from placer.executor.generation.operation_trace import OperationTrace
-from placer.executor.generation.trace_replay import TraceReplay
+from placer.executor.generation.tracing import compiled_pieces
+from placer.executor.generation.tracing.operation_trace import OperationTrace
+from placer.executor.generation.tracing.trace_replay import TraceReplay
 from placer.testing import logical_devices
 
 PASSES = 5

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from placer import DataFlow, devices
 from placer.executor import model_captures
-from placer.executor.generation.operation_trace import OperationTrace
 from placer.executor.generation.static_cache import StaticCopy
-from placer.executor.generation.trace_replay import TraceReplay
+from placer.executor.generation.tracing.operation_trace import OperationTrace
+from placer.executor.generation.tracing.trace_replay import TraceReplay
 from placer.testing import logical_devices
 
 WAYS: dict[str, dict[str, Any]] = {

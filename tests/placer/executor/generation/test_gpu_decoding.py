@@ -10,7 +10,7 @@ from generating_models import pair, split
 from torch import Tensor, nn
 
 from placer import DataFlow
-from placer.executor.generation import compiled_pieces
+from placer.executor.generation.tracing import compiled_pieces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 

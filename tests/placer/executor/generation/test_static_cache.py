@@ -10,12 +10,8 @@ import torch
 from model_list import transformers
 from torch import nn
 
-from placer.executor.generation.static_cache import (
-    CacheView,
-    StaticCopy,
-    capacity_at_end,
-    capacity_for,
-)
+from placer.executor.generation.cache_view import CacheView, capacity_at_end, capacity_for
+from placer.executor.generation.static_cache import StaticCopy
 from placer.executor.generation.text_length import TextLength
 
 

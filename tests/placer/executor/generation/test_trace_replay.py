@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.executor.generation.operation_trace import OperationTrace
-from placer.executor.generation.trace_replay import TraceReplay
+from placer.executor.generation.tracing.operation_trace import OperationTrace
+from placer.executor.generation.tracing.trace_replay import TraceReplay
 from placer.testing import logical_devices
 
 

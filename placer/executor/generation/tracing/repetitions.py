@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from placer.executor.generation.operation_trace import Operation, Trace, Value, filled
+from placer.executor.generation.tracing.operation_trace import Operation, Trace, Value, filled
 
 
 class Distinct(NamedTuple):

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.executor.generation.operation_trace import (
+from placer.executor.generation.tracing.operation_trace import (
     Guard,
     Operation,
     Trace,
     filled,
     tensors_of,
 )
-from placer.executor.generation.repetitions import distinct
+from placer.executor.generation.tracing.repetitions import distinct
 from placer.executor.state.resting.resting_replay import Action, RestingReplay
 
 

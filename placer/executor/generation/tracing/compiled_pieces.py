@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from placer import devices
 from placer.executor.engine.compiled_segments import (
+    INDUCTOR,
     Backend,
     error_line,
     gains,
@@ -25,8 +26,15 @@ from placer.executor.engine.compiled_segments import (
     modes_kept,
     trial_ms,
 )
-from placer.executor.generation.operation_trace import Operation, Trace, filled
-from placer.executor.generation.trace_replay import Piece, TraceReplay
+from placer.executor.generation.tracing.operation_trace import Operation, Trace, filled
+from placer.executor.generation.tracing.trace_replay import Piece, TraceReplay
+
+_OPTIONS = {"coordinate_descent_tuning": True, "realize_opcount_threshold": 4}
+"""Options of torch's compiler for products of one token's activations with weights.
+
+With the first one, such a product is a reduction that is tuned on the device and fused with what
+uses it. The second one is a number of operations: those that make an activation are not repeated
+for each row of the weights if they are more than 4 (torch: 30)."""
 
 
 @dataclass
@@ -129,7 +137,8 @@ class CompiledPiece:
         self._inputs = _inputs(operations)
         self._results = results
         graph = _graph(operations, self._inputs, results)
-        self._function = torch.compile(graph, backend=backend, dynamic=False)
+        options: Any = _OPTIONS if backend == INDUCTOR else None
+        self._function = torch.compile(graph, backend=backend, dynamic=False, options=options)
 
     def run(self, values: dict[int, Tensor]) -> None:
         """Compute the piece.
