@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import lcm
 from typing import Any
 from unittest import mock
 
@@ -31,25 +32,28 @@ def built(
     is_meta: bool = False,
     **options: Any,
 ) -> Any:
-    """A pipeline with the batch and its target; only pipeline 0 has the weights of seed 0.
+    """A pipeline with the batch and its target; only first replicas have the weights of seed 0.
 
     Args:
         make: makes the model.
         placement: its placement.
         training: whether the pipeline trains.
-        first: the processes of pipeline 0; those with the lowest ranks if empty.
+        first: the processes of first replicas; those of the devices' numbers if empty.
         is_meta: whether the model is on meta.
         options: of ``build``.
     """
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
-    if dist.get_rank() not in (first or range(len(placement.replicas))):
+    stages = [int(name.rpartition(":")[2]) for name in placement.stages]
+    if dist.get_rank() not in (first or stages):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
     example = micro_batches(inputs, placement.chunks)[0]
-    samples = len(example)
-    for members in [*placement.replicas.values()][:1]:
+    samples, counts = len(example), placement.replicas_by_stage
+    if len(set(counts)) > 1:
+        samples //= lcm(*counts)
+    for members in [*placement.replicas.values()][: len(set(counts)) == 1]:
         share = members[dist.get_rank() // len(placement.replicas) % len(members)].samples
         samples = samples * share // placement.batch_size
     if is_meta:
