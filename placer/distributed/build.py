@@ -365,7 +365,7 @@ def _assemble(
     )
     rest = placed.chunks, head.loss if training else None
     if shared.are_shared:
-        schedule = schedules.make_by_stage(placed.schedule, stages, chains, *rest)
+        schedule = schedules.make_by_stage(placed.schedule, stages, chains, *rest, placed.room)
     else:
         everywhere = dist.get_process_group_ranks(own_group)
         ranks = [everywhere.index(rank) for rank in chains[shared.own[0]]]

@@ -30,6 +30,8 @@ class PipelineOptions:
         recompute: the devices that recompute, without the replicas of the first one.
         options: the declared batch layout.
         replication: the replicas, with names of devices in place of devices.
+        room: for each stage, the maximum number of micro-batches in flight, if the order of passes
+            depends on it and stages have different numbers of replicas.
     """
 
     layer_devices: Mapping[str, str]
@@ -38,6 +40,7 @@ class PipelineOptions:
     recompute: frozenset[str] = frozenset()
     options: BatchOptions = DEFAULT_OPTIONS
     replication: Replication = ONE_PIPELINE
+    room: tuple[int, ...] = ()
 
     @classmethod
     def from_arguments(
@@ -79,6 +82,7 @@ class PipelineOptions:
     @classmethod
     def _from_placement(cls, placement: Placement) -> PipelineOptions:
         _refuse_on_host(placement)
+        has_room = placement.schedule in ("interleaved", "zero-bubble")
         return cls(
             placement.layer_devices,
             placement.chunks,
@@ -86,6 +90,7 @@ class PipelineOptions:
             frozenset(placement.recompute),
             placement.batch_options,
             Replication.from_placement(placement, lambda name: cast(torch.device, name)),
+            placement.in_flight if has_room else (),
         )
 
     def _first_replicas(self, devices: Iterable[str]) -> frozenset[str]:

@@ -91,6 +91,7 @@ def make_by_stage(
     chains: Sequence[Sequence[int]],
     chunks: int,
     loss: Callable[..., Tensor] | None,
+    room: Sequence[int] = (),
 ) -> LibrarySchedule:
     """Return a schedule of this process's stages, if some processes are part of several pipelines.
 
@@ -100,8 +101,10 @@ def make_by_stage(
         chains: for each pipeline, the rank of each device in the line.
         chunks: micro-batches in a batch.
         loss: as for ``make``.
+        room: for each stage, the maximum number of micro-batches in flight; another number of
+            entries than stages has no effect.
     """
-    units = Units(schedule, chains, dist.get_rank(), chunks, len(stages))
+    units = Units(schedule, chains, dist.get_rank(), chunks, len(stages), room)
     return UnitSchedule(units, stages, loss)
 
 
@@ -194,6 +197,8 @@ class Units:
         rank: of this process.
         chunks: micro-batches in a batch.
         rounds: stages on each device.
+        room: for each stage, the maximum number of micro-batches in flight, see
+            ``placer.schedule.plan``; another number of entries than stages has no effect.
     """
 
     schedule: str
@@ -201,6 +206,7 @@ class Units:
     rank: int
     chunks: int
     rounds: int
+    room: Sequence[int] = ()
 
     @property
     def own(self) -> list[int]:
@@ -221,6 +227,7 @@ class Units:
             places,
             self.chunks,
             forward_ms=[len(share[place]) for place in places],
+            room=self.room if len(self.room) == len(places) else None,
             training=training,
         )
         for item in found.issue:

@@ -100,6 +100,18 @@ def test_each_replica_runs_its_units_in_the_order_of_the_schedule(
             ]
 
 
+def test_a_process_holds_no_more_micro_batches_than_the_placement_has_room_for() -> None:
+    chains, chunks, units = [[0, 2], [1, 2]], 6, 2
+    for room in (1, 2, 4):
+        turns = Units("zero-bubble", chains, 2, chunks, 1, (2, room)).turns(True)
+        held = most = 0
+        for turn in turns:
+            if not turn.receives:
+                held += (turn.phase == "forward") - (turn.phase == "weights")
+                most = max(most, held)
+        assert most == room * units
+
+
 @pytest.mark.parametrize("schedule", ["fill-drain", "interleaved", "zero-bubble"])
 def test_a_split_backward_pass_has_its_weight_pass_in_every_round(schedule: str) -> None:
     for turns in every_process(schedule, (2, 1), 4, 2, True):
