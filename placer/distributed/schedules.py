@@ -188,8 +188,8 @@ class Units:
         process 1               run 1                           get b           run b
         process 2       get 0   get 1   run 0   run 1   run a   run b
 
-    So messages have the same order in all processes: none waits for one that another process sends
-    or receives later, even if a message cannot leave before its receiver is ready.
+    So messages have the same order in all processes. No process waits for a message that another
+    one sends or receives later, even if a message cannot leave before its receiver is ready.
 
     Attributes:
         schedule: one of ``SCHEDULES``.

@@ -21,7 +21,7 @@ class ReportingStage(PipelineStage):
     Attributes:
         sums: of gradients over replicas, which begin in the last backward pass; None to begin after
             it.
-        units: passes of one micro-batch, which follow one another.
+        units: the number of passes for each micro-batch, which follow one another.
 
     Raises:
         StageError: if a pass failed; it names stage, device, layer and micro-batch.
@@ -112,6 +112,7 @@ class UnitStage(ReportingStage):
         super().__init__(submodule, stage_index, accepted, *args, **options)
         self.num_stages = num_stages
 
+    # 1 in the vote stands for shapes that are given
     def _warmup_forward_vote(self, *_: Any, **__: Any) -> torch.Tensor:
         return torch.ones(1, dtype=torch.int32)
 

@@ -11,14 +11,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranked import Make, gradients, micro_batches, on_node
+from ranked import Make, gradients, micro_batches, on_node, split_step
 from replicated import replicated
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from transplanted import captured_once
 
 from placer import distributed
-from placer.distributed.replicas import Replicas
+from placer.distributed.replicas import Pipelines, Replicas
 from placer.distributed.state.gradient_sums import GradientSums
 from placer.errors import PlacerError
 from placer.schema import Placement
@@ -246,6 +246,23 @@ def results(make: Make, placement: Placement) -> Tensor | None:
     pipeline, inputs, _ = built(make, placement, training=False)
     found: Tensor | None = pipeline(inputs)
     return found
+
+
+def failing_unit(make: Make, placement: Placement, part: int) -> str:
+    """The error of a process of the first stage whose part of that number has unknown tokens."""
+    pipeline, inputs, _ = built(make, placement)
+    if pipeline.is_first:
+        try:
+            pipeline.stage.forward_one_chunk(part, (torch.full_like(inputs[:1], 99),))
+        except PlacerError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def split_into_units(*args: Any) -> dict[str, Any] | None:
+    """What ``split_step`` returns, if passes are issued as for stages of unlike replicas."""
+    with mock.patch.object(Pipelines, "are_shared", True):
+        return split_step(*args)
 
 
 def seeds(make: Make, count: int) -> int:

@@ -109,6 +109,21 @@ def test_replicas_by_stage_over_nccl_have_the_unsplit_models_gradients(
         torch.testing.assert_close(found[name], gradient, atol=CLOSE, rtol=CLOSE, msg=name)
 
 
+@pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
+def test_units_over_nccl_have_the_unsplit_models_gradients(
+    gpus: RankPool, schedule: Schedule
+) -> None:
+    # two GPUs have no stages of unlike replicas: one unit of each micro-batch
+    places = spread(models.chain)
+    parts = gpus.run(ranked_replicas.split_into_units, models.chain, places, 8, schedule, 2)
+    assert [part["schedule"] for part in parts] == ["UnitSchedule"] * COUNT
+    losses, gradients, _ = ranked.unsplit_step(models.chain, 8, 2)
+    assert parts[-1]["losses"] == pytest.approx(losses, abs=CLOSE)
+    found = ranked.joined(parts, "gradients")
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=CLOSE, rtol=CLOSE, msg=name)
+
+
 def test_replicas_over_nccl_divide_the_state_of_adam(gpus: RankPool, tmp_path: Path) -> None:
     stages = 2 if COUNT == 4 else 1
     samples = {2: (2, 2), 3: (2, 1, 1)}[COUNT // stages]

@@ -14,7 +14,7 @@ import ranked_replicas as ranked
 import torch
 import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
-from ranked import joined
+from ranked import joined, unsplit_step
 from replicated import by_stage, replicated, unsplit_loss
 from torch import nn
 
@@ -188,6 +188,34 @@ def test_the_model_is_evaluated_by_a_second_pipeline(ranks: RankPool, is_first: 
         unsplit_loss(model, loss_fn, inputs, target, [12])
         optimizer.step()
     torch.testing.assert_close(parts[3][-1], dict(model.state_dict()), **EXACT)
+
+
+def test_the_last_stage_has_the_results_of_all_units(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    model, inputs, _, _ = models.skips()
+    placement = by_stage(model, (2, 1, 1), chunks=2)
+    *others, outputs = ranks.run(ranked.results, models.skips, placement)
+    assert others == [None] * 3
+    torch.testing.assert_close(outputs, model.eval()(inputs), **EXACT)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_pipeline_alone_runs_as_one_unit_of_each_micro_batch(
+    ranks: RankPool, schedule: str
+) -> None:
+    places = {str(index): f"cpu:{index // 2}" for index in range(8)}
+    parts = ranks.run(ranked.split_into_units, models.chain, places, 8, schedule)
+    assert [part["schedule"] for part in parts] == ["UnitSchedule"] * 4
+    losses, gradients, _ = unsplit_step(models.chain, 8)
+    assert parts[-1]["losses"] == pytest.approx(losses, abs=1e-10)
+    torch.testing.assert_close(joined(parts, "gradients"), gradients, **EXACT)
+
+
+def test_a_unit_that_fails_is_named_by_its_micro_batch(ranks: RankPool) -> None:
+    placement = by_stage(models.longer_tied_row()[0], (1, 2, 1), chunks=2)
+    first, *others = ranks.run(ranked.failing_unit, models.longer_tied_row, placement, 3)
+    message = "StageError: micro-batch 1 failed in the forward pass of segment 0 of 3 on cpu, layer"
+    assert first.startswith(f"{message} 'embedding'") and others == [""] * 3
 
 
 def unlike_shares() -> Placement:
