@@ -37,7 +37,7 @@ from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
 from placer.distributed.replicas import Pipelines, pipelines
 from placer.distributed.stage import StageModule
 from placer.distributed.stage_line import Line, line
-from placer.distributed.stage_passes import ReportingStage
+from placer.distributed.stage_passes import ReportingStage, UnitStage
 from placer.distributed.state.partial_modules import Names, plant
 from placer.distributed.state.rank_weights import (
     Holders,
@@ -50,13 +50,12 @@ from placer.distributed.state.rank_weights import (
 )
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
 from placer.executor.checks.batch_check import BatchChecks
-from placer.executor.engine.shares import divided, refuse_unreplicable
+from placer.executor.engine.shares import refuse_unreplicable
 from placer.executor.output_joining import Joining
 from placer.executor.state.assignment import Assignment, layer_names, refuse_unknown_layers
 from placer.executor.training.loss.loss_weights import Weighing, merged
 from placer.schema import BatchOptions, Placement
 from placer.schema.options import Weigh
-from placer.utils.units import count_text
 
 
 @torch.inference_mode(False)  # in inference mode, copies of tied weights could not be trained
@@ -150,7 +149,9 @@ def build(
             layer_graph(exported, model, tuple(placed.layer_devices)), exported
         )
         cut = line(graph, _places(graph, placed.layer_devices))
-        schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
+        schedules.check(
+            placed.schedule, placed.chunks, len(cut.devices), cut.rounds, shared.are_shared
+        )
         if unknown := placed.recompute - set(cut.devices):
             raise InputError(
                 f"recompute names {min(unknown)!r}, which has no layers "
@@ -160,9 +161,10 @@ def build(
         refuse_unreplicable(placed.replication, graph, model, False)
         sharing = Sharing.from_graph(graph, cut, placed.chunks)
     _refuse_other_models(cut, graph, shared, group)
-    if shared.replicas is None:
-        shared = replace(shared, seats=tuple(_seats(cut.devices, placed, everyone)))
-    seat = shared.seats[dist.get_rank(shared.group)]
+    if shared.seat is None:
+        shared = shared.seated(_seats(cut.devices, placed, everyone))
+    seat = shared.seat
+    assert seat is not None
     # every process knows its device before any process waits for the others on it
     with together(group, "build its part"):
         device = _local(seat)
@@ -312,22 +314,18 @@ def _assemble(
     joining: Joining,
 ) -> Pipeline:
     exported, graph, cut = parts.exported, parts.graph, parts.line
-    own_group = shared.group
+    own_group, chains = shared.group, shared.chains(cut.devices)
     # devices in the order of the line, processes in the order of the group: map one to the other
-    rank_of = {seat.device: rank for rank, seat in enumerate(shared.seats)}
-    ranks = [rank_of[name] for name in cut.devices]
-    position = ranks.index(dist.get_rank(own_group))
+    position = chains[shared.own[0]].index(dist.get_rank())
     _warm_up(device, own_group)
-    global_ranks = dist.get_process_group_ranks(own_group)
-    everywhere = tuple(global_ranks[rank] for rank in ranks)
     names = Names.from_model(model)
-    holders = [shared.holders(rank) for rank in everywhere]
+    holders = [shared.holders(name) for name in cut.devices]
     sharing = parts.sharing.with_owners(known, holders)
     weights = Weights(
         graph,
         sharing,
         position,
-        everywhere,
+        chains,
         device,
         own_group,
         names.transient,
@@ -340,8 +338,9 @@ def _assemble(
     if training and shared.replicas is not None:
         weights.divide(sharing.division(model, cut.devices, placed.replication, holders))
     modules = _stage_modules(parts, placed, weights, names, device, position, training)
+    kind = UnitStage if shared.are_shared else ReportingStage
     stages = [
-        ReportingStage.from_module(module, index, len(cut.stages), training, own_group)
+        kind.from_module(module, index, len(cut.stages), training, own_group)
         for index, module in modules.items()
     ]
     # A process with several stages has passes left, which other processes wait for. Deferred weight
@@ -364,9 +363,13 @@ def _assemble(
         elsewhere,
         shared,
     )
-    schedule = schedules.make(
-        placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None
-    )
+    rest = placed.chunks, head.loss if training else None
+    if shared.are_shared:
+        schedule = schedules.make_by_stage(placed.schedule, stages, chains, *rest, placed.room)
+    else:
+        everywhere = dist.get_process_group_ranks(own_group)
+        ranks = [everywhere.index(rank) for rank in chains[shared.own[0]]]
+        schedule = schedules.make(placed.schedule, stages, ranks, position, *rest)
     return Pipeline(
         [*stages],
         schedule,
@@ -455,17 +458,12 @@ def _pipelines(
     """
     if not placed.replicas:
         return Pipelines((size,), group=group)
-    names = [name for found in placed.replicas.values() for name in found]
-    found = _seats(names, placed, everyone)
+    # pipelines may share a device
+    names = dict.fromkeys(name for found in placed.replicas.values() for name in found)
+    found = _seats([*names], placed, everyone)
     with together(group, "build its part"):
-        if size < placed.replication.count:
-            raise InputError(
-                f"example_inputs have {count_text(size, 'sample')} for "
-                f"{placed.replication.count} replicas; give one micro-batch of all replicas, with "
-                "at least one sample for each"
-            )
+        samples = placed.samples(size)
         device = _local(found[dist.get_rank()])
-    samples = divided(size, placed.replication.samples)
     return pipelines(model, placed.replicas, samples, found, device)
 
 
@@ -473,7 +471,7 @@ def _part(
     model: nn.Module, example_inputs: Any, layout: BatchLayout, shared: Pipelines
 ) -> tuple[Any, BatchLayout]:
     """Return this pipeline's samples of a micro-batch, and their layout."""
-    if shared.replicas is None:
+    if shared.count == 1:
         return example_inputs, layout
     call = input_forms.call_arguments(example_inputs, "example_inputs")
     if len(layout.undeclared()) > 1:
@@ -482,8 +480,8 @@ def _part(
         unrelated = inputs_of_other_lengths(graph, layout.dims)
         layout = layout.without(unrelated.intersection(layout.undeclared()))
     parts = layout.cut_call(call, Parameters.from_module(model), shared.samples)
-    args, kwargs = parts[shared.index]
-    return kwargs or args, replace(layout, size=shared.samples[shared.index])
+    args, kwargs = parts[shared.own[0]]
+    return kwargs or args, replace(layout, size=shared.samples[shared.own[0]])
 
 
 def _refuse_empty_stages(placed: PipelineOptions, cut: Line) -> None:
@@ -503,7 +501,7 @@ def _refuse_other_models(
     """Raise an InputError unless all processes have captured the same model."""
     trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
     stages = [(stage.device, stage.layers) for stage in cut.stages]
-    samples = shared.samples[shared.index]
+    samples = shared.samples[shared.own[0]]
     everyone = gathered((samples, graph.hash, trained, stages), group)
     # a hash depends on the number of samples
     hashes: dict[int, str] = {}

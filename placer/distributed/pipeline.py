@@ -100,11 +100,12 @@ class Pipeline:
         self.chunks = shape.chunks
         self._weights, self._head, self._shape = weights, head, shape
         self._names, self._group, self._pipelines = names, group, pipelines
+        self._parts = pipelines.parts(shape.chunks)
         self._frozen = [
             name for name, parameter in module.named_parameters() if not parameter.requires_grad
         ]
         self._failed = False
-        self._seed = devices.own_seed(pipelines.index)
+        self._seed = devices.own_seed(pipelines.own[0])
         self._verify = shape.verify and len(shape.sizes) > 1
         self._is_compared = not self._verify
 
@@ -178,7 +179,7 @@ class Pipeline:
             self._weights.begin()
             is_compared_here = self._verify and self._is_compared and self._head.has_other_labels()
             self._head.collect(is_compared_here or not self._is_compared)
-            hooked = self.parameters() if self.chunks > 1 else ()
+            hooked = self.parameters() if len(self._parts) > 1 else ()
             with hooks_run_once(hooked), self._allocated(), torch.enable_grad():
                 self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
             self._weights.reduce()
@@ -285,7 +286,7 @@ class Pipeline:
                 f"rank={rank!r} is not a process of this pipeline; give one from 0 to {size - 1}"
             )
         # the first pipeline sends what every replica has
-        is_whole = self._pipelines.index == 0 or dist.get_rank(self._group) == rank
+        is_whole = self._pipelines.own[0] == 0 or dist.get_rank(self._group) == rank
         own = self._state(self._weights.owned(divided=not is_whole))
         return checkpoint.gather(own, self._names.saved, rank, self.device, self._group)
 
@@ -441,11 +442,10 @@ class Pipeline:
             if tuple(tensor.shape) == wanted:
                 if along == 0 and count == 1:
                     return tensor.contiguous()
-                # The pipelines take the micro-batches in turn.
                 parts = tensor.split(sizes, along)  # type: ignore[no-untyped-call]
-                return torch.cat(parts[self._pipelines.index :: count])
+                return torch.cat([parts[number] for number in self._parts])
         if tuple(tensor.shape) == shape and dim is None:
-            return tensor.expand(self.chunks, *shape).reshape(-1, *shape[1:])
+            return tensor.expand(len(self._parts), *shape).reshape(-1, *shape[1:])
         wanted = shape if dim is None else wanted
         raise InputError(
             f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the "
@@ -453,12 +453,12 @@ class Pipeline:
         )
 
     def _goals(self, target: Any) -> Tensor | None:
-        """Return the numbers of the micro-batches, which the loss uses to select targets."""
+        """Return the numbers of this process's parts, which the loss uses to select targets."""
         if not self.is_last:
             return None
         refuse_arrays(target)
         self._head.take(target)
-        return torch.arange(self.chunks)
+        return torch.arange(len(self._parts))
 
     @contextmanager
     def _allocated(self) -> Iterator[None]:

@@ -53,6 +53,8 @@ class Head:
         pipelines: Pipelines,
     ) -> None:
         self._pipelines = pipelines
+        self._chunks = len(sizes) // pipelines.count
+        self._own = pipelines.parts(self._chunks)
         self._loss_fn, self._sizes, self._device = loss_fn, list(sizes), device
         self._elsewhere: Mapping[int, str] | None = elsewhere
         self._structure, self._parcels, self._joining = structure, parcels, joining
@@ -97,8 +99,8 @@ class Head:
 
         Args:
             output: of the last stage.
-            target: the number of the micro-batch, or its target if a user runs the schedule
-                directly.
+            target: the number of the part among this process's parts, or its target if a user runs
+                the schedule directly.
 
         Raises:
             InputError: if the loss is not a number, has no gradient, or reads a parameter of
@@ -107,13 +109,15 @@ class Head:
         """
         assert self._loss_fn is not None
         number = 0 if self.targets is None else int(target)
-        part = number * self._pipelines.count + self._pipelines.index
+        part = self._own[number]
         goal = target if self.targets is None else self.targets[part]
         try:
             result = self.result(output)
             loss, values = self._loss_fn(result, goal)
         except Exception as error:  # a user's function may raise anything
-            raise explain(error, Place(number, "forward", 0, 0, self._device, "(loss)")) from error
+            micro_batch = part // self._pipelines.count
+            place = Place(micro_batch, "forward", 0, 0, self._device, "(loss)")
+            raise explain(error, place) from error
         require_real_number(loss)
         require_gradient(loss)
         self._refuse_elsewhere(loss)
@@ -186,7 +190,7 @@ class Head:
         """Join the results of all micro-batches.
 
         Args:
-            outputs: of this process's last stage, by micro-batch.
+            outputs: of this process's last stage, by part.
         """
         results = [self.result(output) for output in self._parts(outputs)]
         return join(results, self._sizes, self._joining)
@@ -195,12 +199,14 @@ class Head:
         """Return what the last stages of all pipelines have of each part of a batch.
 
         Args:
-            found: what this process has, by micro-batch.
+            found: what this process has, by part.
         """
         replicas = self._pipelines.replicas
         if replicas is None:
             return list(found)
-        return [part for each in zip(*replicas.exchanged(found), strict=True) for part in each]
+        each = [iter(some) for some in replicas.exchanged(found)]
+        own = len(self._pipelines.own)
+        return [next(one) for _ in range(self._chunks) for one in each for _ in range(own)]
 
     def _leaves(self, output: Any) -> list[Any]:
         flat = [output] if isinstance(output, Tensor) else list(output)

@@ -10,6 +10,7 @@ import torch
 
 from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS, require_batch_options
 from placer.errors import InputError, PlacementError, kind_of
+from placer.executor.engine.shares import divided
 from placer.executor.state.assignment import placing
 from placer.executor.state.replication import ONE_PIPELINE, Replication
 from placer.schema import BatchOptions, Placement
@@ -29,6 +30,8 @@ class PipelineOptions:
         recompute: the devices that recompute, without the replicas of the first one.
         options: the declared batch layout.
         replication: the replicas, with names of devices in place of devices.
+        room: for each stage, the maximum number of micro-batches in flight, if the order of passes
+            depends on it and stages have different numbers of replicas.
     """
 
     layer_devices: Mapping[str, str]
@@ -37,6 +40,7 @@ class PipelineOptions:
     recompute: frozenset[str] = frozenset()
     options: BatchOptions = DEFAULT_OPTIONS
     replication: Replication = ONE_PIPELINE
+    room: tuple[int, ...] = ()
 
     @classmethod
     def from_arguments(
@@ -51,8 +55,7 @@ class PipelineOptions:
 
         Raises:
             InputError: if ``recompute`` or ``options`` have another type.
-            PlacementError: if the placement is invalid, something rests on the host, or stages
-                have different numbers of replicas.
+            PlacementError: if the placement is invalid, or something rests on the host.
         """
         if options is not None:
             require_batch_options(options)
@@ -79,7 +82,7 @@ class PipelineOptions:
     @classmethod
     def _from_placement(cls, placement: Placement) -> PipelineOptions:
         _refuse_on_host(placement)
-        _refuse_by_stage(placement)
+        has_room = placement.schedule in ("interleaved", "zero-bubble")
         return cls(
             placement.layer_devices,
             placement.chunks,
@@ -87,6 +90,7 @@ class PipelineOptions:
             frozenset(placement.recompute),
             placement.batch_options,
             Replication.from_placement(placement, lambda name: cast(torch.device, name)),
+            placement.in_flight if has_room else (),
         )
 
     def _first_replicas(self, devices: Iterable[str]) -> frozenset[str]:
@@ -98,6 +102,38 @@ class PipelineOptions:
     def replicas(self) -> dict[str, tuple[str, ...]]:
         """The devices that hold the layers of each device of the map, by pipeline."""
         return cast(dict[str, tuple[str, ...]], dict(self.replication.devices))
+
+    def samples(self, size: int) -> list[int]:
+        """Divide the samples of a micro-batch among the pipelines.
+
+        Raises:
+            InputError: if there are too few samples, or unequal units of stages with different
+                numbers of replicas.
+            PlacementError: if such stages have unlike shares.
+        """
+        ratios, count = self.replication.samples, self.replication.count
+        if all(len(set(held)) == count for held in self.replicas.values()):
+            if size < count:
+                raise InputError(
+                    f"example_inputs have {count_text(size, 'sample')} for {count} replicas; give "
+                    "one micro-batch of all replicas, with at least one sample for each"
+                )
+            return divided(size, ratios)
+        counts = "-".join(str(len(set(held))) for held in self.replicas.values())
+        if len(set(ratios)) > 1:
+            raise PlacementError(
+                f"the stages have different numbers of replicas, {counts}, and shares of "
+                f"{list(ratios)} samples, which placer.distributed does not run; give the replicas "
+                "of a stage equally many samples, or run this placement in one process, by "
+                "DataFlow.update_flow"
+            )
+        if size % count:
+            raise InputError(
+                f"example_inputs have {count_text(size, 'sample')}, and stages with {counts} "
+                f"replicas divide a micro-batch into {count} equal units; give micro-batches of "
+                f"a multiple of {count} samples"
+            )
+        return divided(size, ratios)
 
     def how(self, training: bool) -> str:
         """Return the options that all processes must agree on, as text."""
@@ -113,7 +149,7 @@ class PipelineOptions:
         batch = f", batch options {shown}" if shown else ""
         replicas = ""
         if self.replicas:
-            held = ", ".join(" and ".join(names) for names in self.replicas.values())
+            held = ", ".join(" and ".join(dict.fromkeys(one)) for one in self.replicas.values())
             replicas = f", replicas on {held} with {self.replication.samples} samples"
         return (
             f"{chunks}, {self.schedule}, {'training' if training else 'forwards alone'}"
@@ -145,17 +181,6 @@ def _refuse_on_host(placement: Placement) -> None:
             "optimizer state rests on the host in this placement, which placer.distributed "
             "does not run; give one that was solved with optimizer_state='device', or run this "
             "one in one process, by DataFlow.update_flow"
-        )
-
-
-def _refuse_by_stage(placement: Placement) -> None:
-    """Refuse a placement whose stages have different numbers of replicas."""
-    counts = placement.replicas_by_stage
-    if len(set(counts)) > 1:
-        raise PlacementError(
-            f"the stages have different numbers of replicas, {'-'.join(map(str, counts))}, which "
-            "placer.distributed does not run; solve with replicas='auto', or run this placement in "
-            "one process, by DataFlow.update_flow"
         )
 
 

@@ -9,13 +9,21 @@ The processes are a ``DeviceMesh`` of pipelines and stages. Every pipeline takes
 micro-batch, and weights their loss as in the whole batch. So the gradients of the whole batch are
 sums over the replicas. Each trained parameter belongs to one replica, which receives its gradient
 and sends its value before the next step. Buffers, such as running statistics, come from pipeline 0.
+
+If stages have different numbers of replicas, some processes are part of several pipelines. There is
+no mesh then, but a process group for each stage::
+
+                 pipeline 0       pipeline 1
+    stage 0      process 0 ◀────▶ process 1
+                     │                │
+    stage 1          └── process 2 ───┘           runs the units of both pipelines
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,9 +38,9 @@ from placer.distributed.ranks import Seat
 from placer.distributed.state.gradient_sums import BUCKET_BYTES, GradientSums
 from placer.distributed.tensor_codec import as_bytes
 
-# The meshes of each model's pipelines, with the world that they are part of. Process groups hold
-# memory on GPUs, so further pipelines of a model use the same ones.
-_meshes: WeakKeyDictionary[nn.Module, dict[Any, tuple[Any, DeviceMesh]]] = WeakKeyDictionary()
+# The process groups of each model's pipelines, with the world that they are part of. Process groups
+# hold memory on GPUs, so further pipelines of a model use the same ones.
+_groups: WeakKeyDictionary[nn.Module, dict[Any, tuple[Any, Groups]]] = WeakKeyDictionary()
 
 
 class Replicas:
@@ -40,7 +48,7 @@ class Replicas:
 
     Args:
         group: these processes.
-        ranks: their global ranks, by pipeline.
+        ranks: their global ranks, in the order of the pipelines.
         device: of this process.
     """
 
@@ -95,7 +103,7 @@ class Replicas:
         return total
 
     def exchanged(self, nests: Sequence[Any]) -> list[list[Any]]:
-        """Return the nests of all replicas, by pipeline.
+        """Return the nests of all replicas, in the order of the pipelines.
 
         Args:
             nests: nested tensors, such as the results of micro-batches.
@@ -139,39 +147,81 @@ class Replicas:
             dist.broadcast(as_bytes(tensor), rank, group=self._group)
 
 
+class Groups(NamedTuple):
+    """The process groups of one process.
+
+    Attributes:
+        pipeline: the processes of its pipeline, or of all pipelines if it is part of several; None
+            for all processes.
+        replicas: the processes with its stage; None for this process alone.
+    """
+
+    pipeline: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+
+
 @dataclass(frozen=True)
 class Pipelines:
     """The pipelines that share each micro-batch, as one process sees them.
 
     Attributes:
         samples: of a micro-batch, by pipeline.
-        index: of this process's pipeline.
-        seats: the devices of this pipeline's processes, by rank in their group. Empty without
-            replicas: the seats then follow from the captured model.
-        group: this pipeline's processes; None for all processes.
-        replicas: the processes with this process's stage; None without replicas.
-        rows: by pipeline, the global ranks of its processes, stage by stage; empty without
-            replicas.
+        own: the pipelines that this process is part of: one, or several consecutive ones.
+        seat: this process's device, named as in the map; None until the captured model shows which
+            devices have layers.
+        processes: for each device of the map, the global rank of its process in each pipeline.
+        group: the processes that this process sends to; None for all processes.
+        replicas: the processes with this process's stage; None without others.
     """
 
     samples: tuple[int, ...] = (1,)
-    index: int = 0
-    seats: tuple[Seat, ...] = ()
+    own: tuple[int, ...] = (0,)
+    seat: Seat | None = None
+    processes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     group: dist.ProcessGroup | None = None
     replicas: Replicas | None = None
-    rows: Sequence[Sequence[int]] = ()
 
     @property
     def count(self) -> int:
         """The number of pipelines."""
         return len(self.samples)
 
-    def holders(self, rank: int) -> tuple[int, ...]:
-        """Return the processes that hold the stage of a process of this pipeline, by pipeline."""
-        if not self.rows:
-            return (rank,)
-        stage = self.rows[self.index].index(rank)
-        return tuple(row[stage] for row in self.rows)
+    @property
+    def are_shared(self) -> bool:
+        """Whether some processes are part of several pipelines."""
+        return any(len(set(ranks)) < len(ranks) for ranks in self.processes.values())
+
+    def seated(self, seats: Sequence[Seat]) -> Pipelines:
+        """Return the only pipeline of a placement without replicas, with its processes.
+
+        Args:
+            seats: the device of every process, by rank in the group.
+        """
+        ranks = dist.get_process_group_ranks(self.group)
+        processes = {seat.device: (rank,) for seat, rank in zip(seats, ranks, strict=True)}
+        return replace(self, seat=seats[dist.get_rank(self.group)], processes=processes)
+
+    def parts(self, chunks: int) -> list[int]:
+        """Return the parts of a batch that this process takes, in its order.
+
+        The parts of a micro-batch follow one another, one for each pipeline.
+
+        Args:
+            chunks: micro-batches in a batch.
+        """
+        return [chunk * self.count + number for chunk in range(chunks) for number in self.own]
+
+    def chains(self, devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return for each pipeline the global ranks of its processes.
+
+        Args:
+            devices: of the map, in the order of the ranks.
+        """
+        return tuple(zip(*(self.processes[name] for name in devices), strict=True))
+
+    def holders(self, device: str) -> tuple[int, ...]:
+        """Return the global ranks of the processes that hold what the map has on a device."""
+        return tuple(dict.fromkeys(self.processes[device]))
 
 
 def pipelines(
@@ -190,22 +240,20 @@ def pipelines(
         seated: the device of every process, by global rank.
         device: of this process.
     """
-    ranks = {seat.device: rank for rank, seat in enumerate(seated)}
-    table = [[ranks[found[index]] for found in names.values()] for index in range(len(samples))]
-    index, stage = next(
-        (row, table[row].index(dist.get_rank()))
-        for row in range(len(table))
-        if dist.get_rank() in table[row]
-    )
-    mesh = _mesh(model, table, device)
-    own = {ranks[found[index]]: name for name, found in names.items()}
-    return Pipelines(
+    here, ranks = dist.get_rank(), {seat.device: rank for rank, seat in enumerate(seated)}
+    processes = {name: tuple(ranks[one] for one in held) for name, held in names.items()}
+    own = next(name for name, held in processes.items() if here in held)
+    found = Pipelines(
         samples=tuple(samples),
-        index=index,
-        seats=tuple(Seat(own[rank], seated[rank].local) for rank in sorted(own)),
-        group=mesh.get_group("stage"),
-        replicas=Replicas(mesh.get_group("replica"), [row[stage] for row in table], device),
-        rows=table,
+        own=tuple(number for number, rank in enumerate(processes[own]) if rank == here),
+        seat=Seat(own, seated[here].local),
+        processes=processes,
+    )
+    groups = _groups_of(model, found, device)
+    return replace(
+        found,
+        group=groups.pipeline,
+        replicas=Replicas(groups.replicas, found.holders(own), device) if groups.replicas else None,
     )
 
 
@@ -223,17 +271,31 @@ def _buckets(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _mesh(model: nn.Module, table: list[list[int]], device: torch.device) -> DeviceMesh:
-    """Return the mesh of a model's pipelines; the same one for equal pipelines.
+def _groups_of(model: nn.Module, found: Pipelines, device: torch.device) -> Groups:
+    """Return the process groups of a model's pipelines; the same ones for equal pipelines.
 
     Args:
         model: the model.
-        table: the global ranks of each pipeline's processes.
+        found: the pipelines, without groups.
         device: of this process.
     """
-    known = _meshes.setdefault(model, {})
-    world, mesh = known.get(str(table), (None, None))
-    if mesh is None or world is not dist.group.WORLD:
+    known = _groups.setdefault(model, {})
+    world, groups = known.get(str(found.processes), (None, None))
+    if groups is None or world is not dist.group.WORLD:
+        groups = _new_groups(found, device)
+        known[str(found.processes)] = (dist.group.WORLD, groups)
+    return groups
+
+
+def _new_groups(found: Pipelines, device: torch.device) -> Groups:
+    if not found.are_shared:
+        table = [list(chain) for chain in found.chains([*found.processes])]
         mesh = DeviceMesh(device.type, table, mesh_dim_names=("replica", "stage"))
-        known[str(table)] = (dist.group.WORLD, mesh)
-    return mesh
+        return Groups(mesh.get_group("stage"), mesh.get_group("replica"))
+    here, own = dist.get_rank(), None
+    for name in found.processes:
+        holders = found.holders(name)
+        # all processes take part in the making of each group
+        group = dist.new_group(list(holders)) if len(holders) > 1 else None
+        own = group if here in holders else own
+    return Groups(None, own)

@@ -21,12 +21,14 @@ class ReportingStage(PipelineStage):
     Attributes:
         sums: of gradients over replicas, which begin in the last backward pass; None to begin after
             it.
+        units: the number of passes for each micro-batch, which follow one another.
 
     Raises:
         StageError: if a pass failed; it names stage, device, layer and micro-batch.
     """
 
     sums: GradientSums | None = None
+    units: int = 1
 
     @classmethod
     def from_module(
@@ -74,7 +76,7 @@ class ReportingStage(PipelineStage):
         with self._explained(bwd_chunk_id, "backward"), watched:
             return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
-    def _explained(self, micro_batch: int, phase: str) -> ErrorTranslation:
+    def _explained(self, chunk: int, phase: str) -> ErrorTranslation:
         """Convert an error inside to a StageError that names the pass."""
 
         def explained(error: BaseException) -> BaseException:
@@ -83,11 +85,43 @@ class ReportingStage(PipelineStage):
             assert isinstance(self.submod, StageModule)
             plan = self.submod.plan
             place = Place(
-                micro_batch, phase, self.stage_index, self.num_stages, plan.device, plan.trail.layer
+                chunk // self.units,
+                phase,
+                self.stage_index,
+                self.num_stages,
+                plan.device,
+                plan.trail.layer,
             )
             return explain(error.__cause__ or error, place)
 
         return ErrorTranslation(explained)
+
+
+class UnitStage(ReportingStage):
+    """A stage whose neighbours differ from unit to unit, see ``schedules.UnitSchedule``.
+
+    Before the first step, the library lets every stage agree with its neighbours on how to find the
+    shapes of tensors, and connects them. Here shapes are given, and all processes are connected.
+    """
+
+    def __init__(
+        self, submodule: StageModule, stage_index: int, num_stages: int, *args: Any, **options: Any
+    ) -> None:
+        # the library refuses more processes than stages; it has no other use for their number
+        accepted = max(num_stages, dist.get_world_size(options.get("group")))
+        super().__init__(submodule, stage_index, accepted, *args, **options)
+        self.num_stages = num_stages
+
+    # 1 in the vote stands for shapes that are given
+    def _warmup_forward_vote(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # called instead by versions of the library without a vote
+        return []
 
 
 def _given(plan: Plan) -> tuple[torch.Tensor, ...]:

@@ -132,6 +132,11 @@ def tied_row() -> Case:
     return TiedRow().double(), torch.randint(7, (8, 3)), torch.randint(7, (8, 3)), tokens_loss
 
 
+def longer_tied_row() -> Case:
+    """A batch that three replicas may divide."""
+    return TiedRow().double(), torch.randint(7, (12, 3)), torch.randint(7, (12, 3)), tokens_loss
+
+
 TIED_ROW = {
     "embedding": "cpu:0", "first": "cpu:1", "second": "cpu:2", "norm": "cpu:3", "head": "cpu:3",
 }  # fmt: skip

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import lcm
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranked import Make, gradients, micro_batches, on_node
+from ranked import Make, gradients, micro_batches, on_node, split_step
 from replicated import replicated
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from transplanted import captured_once
 
 from placer import distributed
-from placer.distributed.replicas import Replicas
+from placer.distributed.replicas import Pipelines, Replicas
 from placer.distributed.state.gradient_sums import GradientSums
 from placer.errors import PlacerError
 from placer.schema import Placement
@@ -31,25 +32,28 @@ def built(
     is_meta: bool = False,
     **options: Any,
 ) -> Any:
-    """A pipeline with the batch and its target; only pipeline 0 has the weights of seed 0.
+    """A pipeline with the batch and its target; only first replicas have the weights of seed 0.
 
     Args:
         make: makes the model.
         placement: its placement.
         training: whether the pipeline trains.
-        first: the processes of pipeline 0; those with the lowest ranks if empty.
+        first: the processes of first replicas; those of the devices' numbers if empty.
         is_meta: whether the model is on meta.
         options: of ``build``.
     """
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
-    if dist.get_rank() not in (first or range(len(placement.replicas))):
+    stages = [int(name.rpartition(":")[2]) for name in placement.stages]
+    if dist.get_rank() not in (first or stages):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
     example = micro_batches(inputs, placement.chunks)[0]
-    samples = len(example)
-    for members in [*placement.replicas.values()][:1]:
+    samples, counts = len(example), placement.replicas_by_stage
+    if len(set(counts)) > 1:
+        samples //= lcm(*counts)
+    for members in [*placement.replicas.values()][: len(set(counts)) == 1]:
         share = members[dist.get_rank() // len(placement.replicas) % len(members)].samples
         samples = samples * share // placement.batch_size
     if is_meta:
@@ -242,6 +246,23 @@ def results(make: Make, placement: Placement) -> Tensor | None:
     pipeline, inputs, _ = built(make, placement, training=False)
     found: Tensor | None = pipeline(inputs)
     return found
+
+
+def failing_unit(make: Make, placement: Placement, part: int) -> str:
+    """The error of a process of the first stage whose part of that number has unknown tokens."""
+    pipeline, inputs, _ = built(make, placement)
+    if pipeline.is_first:
+        try:
+            pipeline.stage.forward_one_chunk(part, (torch.full_like(inputs[:1], 99),))
+        except PlacerError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def split_into_units(*args: Any) -> dict[str, Any] | None:
+    """What ``split_step`` returns, if passes are issued as for stages of unlike replicas."""
+    with mock.patch.object(Pipelines, "are_shared", True):
+        return split_step(*args)
 
 
 def seeds(make: Make, count: int) -> int:

@@ -8,7 +8,8 @@ their gradients, which the owner adds up. Only the owner's optimizer updates it.
 
 If stages have replicas, each pipeline has such a process. A pipeline that trains divides the
 parameters of a stage among them: one replica owns a parameter, and its optimizer alone updates it.
-It receives the sum of the gradients, and sends its data before the next step, too.
+It receives the sum of the gradients, and sends its data before the next step, too. If the stages of
+a tied weight have different numbers of replicas, each copy has one replica of the owner as partner.
 
 The owner in the first pipeline of a model stays the owner in later ones, wherever the layers are,
 because only that process has the trained values.
@@ -36,7 +37,7 @@ from placer.executor.state.replication import Replication, owners
 from placer.executor.state.state_moves import relocate
 
 Holders = tuple[int, ...]
-"""The global ranks of the processes that hold a tensor's values: one for each pipeline."""
+"""The global ranks of the processes that hold a tensor's values: one for each replica."""
 
 # The holders of each tensor, by name, of each model with pipelines.
 _holders: WeakKeyDictionary[nn.Module, dict[str, Holders]] = WeakKeyDictionary()
@@ -172,8 +173,10 @@ class Sharing:
         places = cast(Sequence[torch.device], names)
         positions = {name: users[0] for name, users in self.users.items()}
         found = owners(model, lambda name: places[positions[name]], replication)
+        # in the order of the holders
+        members = {place: list(dict.fromkeys(replication.of(place))) for place in places}
         return {
-            name: holders[positions[name]][replication.of(places[positions[name]]).index(owner)]
+            name: holders[positions[name]][members[places[positions[name]]].index(owner)]
             for name, owner in found.items()
         }
 
@@ -206,9 +209,9 @@ class Weights:
         graph: the layers, with the model's tensors.
         sharing: the users of each tensor.
         position: of this process's device in the line.
-        ranks: the global rank of each position.
+        chains: for each pipeline, the global rank of each position.
         device: of this process.
-        group: the processes of the pipeline.
+        group: the processes that this process sends to.
         lost: the names of buffers that are in no state_dict.
         replicas: the processes with the same stage; None without replicas.
         division: the table of the model's divided parameters.
@@ -226,14 +229,14 @@ class Weights:
         graph: LayerGraph,
         sharing: Sharing,
         position: int,
-        ranks: tuple[int, ...],
+        chains: Sequence[tuple[int, ...]],
         device: torch.device,
         group: dist.ProcessGroup | None,
         lost: Collection[str] = (),
         replicas: Replicas | None = None,
         division: dict[str, int] | None = None,
     ) -> None:
-        self._position, self._ranks, self._group = position, ranks, group
+        self._position, self._chains, self._group = position, chains, group
         self._replicas = replicas
         self.own = {name: _settle(graph.state[name], device) for name in sharing.owned(position)}
         without_data = [name for name in self.own if graph.state[name].is_meta]
@@ -249,7 +252,9 @@ class Weights:
         }
         trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
         self._trained = [name for name in trained if name in self._shared]
-        self._partial = self._trained if replicas is None else trained
+        self._partial = [
+            name for name in trained if name in self._shared or self._has_replicas(sharing, name)
+        ]
         self.sums: GradientSums | None = None
         self._changed = [name for name in self.own if name in sharing.changed]
         self._refuse_hooks({name: graph.state[name] for name in self._partial})
@@ -316,11 +321,14 @@ class Weights:
             if owner == self._position:
                 data = [part.detach().contiguous() for part in devices.own_parts(self.own[name])]
                 operations += [
-                    self._operation(dist.isend, part, other) for other in others for part in data
+                    self._operation(dist.isend, part, rank)
+                    for other in others
+                    for rank in self._copying(owner, other)
+                    for part in data
                 ]
             elif self._position in others:
-                parts = devices.own_parts(self.copies[name])
-                operations += [self._operation(dist.irecv, part.detach(), owner) for part in parts]
+                parts, rank = devices.own_parts(self.copies[name]), self._partner(owner)
+                operations += [self._operation(dist.irecv, part.detach(), rank) for part in parts]
         _run(operations)
 
     def begin(self) -> None:
@@ -346,15 +354,15 @@ class Weights:
         for name in self._trained:
             owner, *others = self._shared[name]
             if owner == self._position:
-                for other in others:
+                for rank in (rank for other in others for rank in self._copying(owner, other)):
                     like = torch.zeros_like(self.own[name], memory_format=torch.contiguous_format)
                     arrived.append((name, like, torch.zeros(1, device=like.device)))
                     operations += [
-                        self._operation(dist.irecv, tensor, other) for tensor in arrived[-1][1:]
+                        self._operation(dist.irecv, tensor, rank) for tensor in arrived[-1][1:]
                     ]
             elif self._position in others:
                 operations += [
-                    self._operation(dist.isend, tensor, owner)
+                    self._operation(dist.isend, tensor, self._partner(owner))
                     for tensor in _gradient_and_flag(self.copies[name])
                 ]
         _run(operations)
@@ -406,13 +414,33 @@ class Weights:
         else:
             parameter.grad.add_(gradient)
 
-    def _operation(self, kind: object, tensor: Tensor, position: int) -> dist.P2POp:
-        return dist.P2POp(
-            kind,  # type: ignore[arg-type]
-            tensor,
-            self._ranks[position],
-            self._group,
-        )
+    def _has_replicas(self, sharing: Sharing, name: str) -> bool:
+        """Return whether several processes hold the owner's stage."""
+        return len({chain[sharing.users[name][0]] for chain in self._chains}) > 1
+
+    def _partner(self, owner: int) -> int:
+        """Return the global rank of the owner's replica that sends to a copy in this process.
+
+        Args:
+            owner: the position of the owner.
+        """
+        here = dist.get_rank()
+        return next(chain[owner] for chain in self._chains if chain[self._position] == here)
+
+    def _copying(self, owner: int, position: int) -> list[int]:
+        """Return the global ranks of the processes whose copies this process sends to.
+
+        Args:
+            owner: the position of the owner, which is this process's position.
+            position: of the copies.
+        """
+        partners: dict[int, int] = {}
+        for chain in self._chains:
+            partners.setdefault(chain[position], chain[owner])
+        return [rank for rank, partner in partners.items() if partner == dist.get_rank()]
+
+    def _operation(self, kind: object, tensor: Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, rank, self._group)  # type: ignore[arg-type]
 
 
 def _settle(tensor: Tensor, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ import ranked_models as models
 import ranked_replicas
 import torch
 from rank_pool import RankPool
-from replicated import replicated, unsplit_loss
+from replicated import by_stage, replicated, unsplit_loss
 
 from placer.capture.capture import capture_graph
 from placer.schema import Schedule
@@ -89,6 +89,39 @@ def test_replicas_over_nccl_have_the_unsplit_models_gradients(
         # the owner alone has it
         (found,) = (part["gradients"][name] for part in parts if name in part["gradients"])
         torch.testing.assert_close(found, gradient, atol=CLOSE, rtol=CLOSE, msg=name)
+
+
+@pytest.mark.skipif(COUNT < 3, reason="replicas by stage need three GPUs")
+@pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2)] if COUNT < 4 else [(3, 1), (1, 3), (1, 2, 1)])
+def test_replicas_by_stage_over_nccl_have_the_unsplit_models_gradients(
+    gpus: RankPool, counts: tuple[int, ...], schedule: Schedule
+) -> None:
+    names = [f"cuda:{index}" for index in range(COUNT)]
+    model = models.longer_tied_row()[0]
+    placement = by_stage(model, counts, names, chunks=2, schedule=schedule)
+    parts = gpus.run(ranked_replicas.step, models.longer_tied_row, placement, 2)
+    losses, gradients, _ = ranked.unsplit_step(models.longer_tied_row, 1, 2)
+    for part in parts[COUNT - counts[-1] :]:
+        assert part["losses"] == pytest.approx(losses, abs=CLOSE)
+    found = ranked.joined(parts, "gradients")
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=CLOSE, rtol=CLOSE, msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
+def test_units_over_nccl_have_the_unsplit_models_gradients(
+    gpus: RankPool, schedule: Schedule
+) -> None:
+    # two GPUs have no stages of unlike replicas: one unit of each micro-batch
+    places = spread(models.chain)
+    parts = gpus.run(ranked_replicas.split_into_units, models.chain, places, 8, schedule, 2)
+    assert [part["schedule"] for part in parts] == ["UnitSchedule"] * COUNT
+    losses, gradients, _ = ranked.unsplit_step(models.chain, 8, 2)
+    assert parts[-1]["losses"] == pytest.approx(losses, abs=CLOSE)
+    found = ranked.joined(parts, "gradients")
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=CLOSE, rtol=CLOSE, msg=name)
 
 
 def test_replicas_over_nccl_divide_the_state_of_adam(gpus: RankPool, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import refused
 import torch
 import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
-from replicated import by_stage
 
 import placer
 from placer.distributed import schedules
@@ -299,11 +298,6 @@ def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> Non
             CHAIN,
             {"schedule": "interleaved"},
             "InputError: schedule 'interleaved' needs several stages on a device",
-        ),
-        (
-            by_stage(models.chain()[0], (2, 1, 1)),
-            {},
-            "PlacementError: the stages have different numbers of replicas, 2-1-1, which placer",
         ),
         (NOTHING_FITS, {}, "PlacementError: the placement is infeasible and places no layer"),
         (
