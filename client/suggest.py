@@ -134,7 +134,24 @@ def suggest(
     )
     with waiting("solving", progress):
         placement = answer(request, server)
-    return or_error(placement, request.time_limit_s)
+    return _with_host_time(or_error(placement, request.time_limit_s), model, example_inputs, asked)
+
+
+def _with_host_time(
+    placement: Placement, model: Any, example_inputs: Any, asked: SuggestOptions
+) -> Placement:
+    """Return the placement of a generation with the time of the host, if there is a model."""
+    if placement.generation is None or asked.generation is None or _given_profiles(model):
+        return placement
+    import torch
+
+    from placer.profiler.generation import host_ms, prompt_inputs
+
+    prompt = prompt_inputs(model, example_inputs, asked.generation)
+    first = torch.device(next(iter(placement.layer_devices.values())))
+    place = first if first.type == "cuda" else prompt["input_ids"].device
+    found = placement.generation.model_copy(update={"host_ms": host_ms(model, prompt, place)})
+    return placement.model_copy(update={"generation": found})
 
 
 def question(

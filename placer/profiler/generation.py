@@ -17,10 +17,14 @@ choice equally likely and independent of the other tokens, that part is 1 - (1 -
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
@@ -38,10 +42,12 @@ from placer.profiler.progress import Shown
 from placer.schema import GenerationOptions, Profile, ProfileOptions
 from placer.schema.base import module_paths, paths_around
 
-__all__ = ["REMEDY", "filled_cache", "profile_generation", "prompt_inputs"]
+__all__ = ["REMEDY", "filled_cache", "host_ms", "profile_generation", "prompt_inputs"]
 
 KeyValues = Sequence[tuple[str, Tensor, Tensor]]
 """Paths of modules of attention, each with the keys and values of one token, possibly on meta."""
+
+_LOG = logging.getLogger(__name__)
 
 REMEDY = "choose another objective, or give profiles of both passes that you measured yourself"
 
@@ -50,6 +56,9 @@ _BUFFERS = ("placer_keys", "placer_values")
 
 _TOKENS = -2
 """The dimension of tokens in keys and values."""
+
+_CALLS = 7
+"""Calls of ``generate`` of which the median time counts, after a first one."""
 
 
 def prompt_inputs(
@@ -214,6 +223,50 @@ def _layers_by_path(names: Sequence[str]) -> dict[str, list[str]]:
         for path in module_paths(name):
             found[path].append(name)
     return dict(found)
+
+
+def host_ms(model: nn.Module, prompt: Mapping[str, Tensor], place: torch.device) -> float | None:
+    """Return the time in ms that the host needs in ``generate`` before the prompt's pass.
+
+    ``generate`` checks its options and makes the cache while the devices wait. It is called as far
+    as that, so the weights may be anywhere.
+
+    Args:
+        model: a model of transformers; it is left unchanged.
+        prompt: the inputs of ``prompt_inputs``.
+        place: where a user's prompt will be.
+
+    Returns:
+        The median; None if the model has no such ``generate``.
+    """
+    inputs = {name: tensor.to(place) for name, tensor in prompt.items()}
+    times = list[float]()
+
+    def stop(*_: Any) -> None:
+        times.append(1000 * (perf_counter() - began))
+        raise _PassReached
+
+    hook = model.register_forward_pre_hook(stop)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights on another device than the prompt
+            for _ in range(1 + _CALLS):
+                began = perf_counter()
+                try:
+                    model.generate(**inputs, max_new_tokens=1, pad_token_id=0)  # type: ignore[operator]
+                except _PassReached:
+                    continue
+                return None
+    except Exception as error:  # another library's method: without it, a time is unknown
+        _LOG.info("the host's time of %s.generate is unknown: %r", type(model).__name__, error)
+        return None
+    finally:
+        hook.remove()
+    return median(times[1:])
+
+
+class _PassReached(Exception):
+    """``generate`` has called the model."""
 
 
 @contextmanager

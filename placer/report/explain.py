@@ -289,6 +289,8 @@ def _generation(placement: Placement) -> list[str]:
     if found is None:
         return []
     later = "" if found.token_ms is None else f", each later one {ms_text(found.token_ms)}"
+    host = found.host_ms
+    before = "" if host is None else f" and {ms_text(host)} of the host before"
     speed = found.tokens_per_s
     rate = "" if speed is None else f", {speed:,.{0 if speed >= 1000 else 1}f} tokens/s"
     prompt = count_text(found.prompt_tokens, "token")
@@ -308,7 +310,7 @@ def _generation(placement: Placement) -> list[str]:
         )
     return [
         f"tokens      the first after {ms_text(found.first_token_ms)} for a prompt of {prompt}"
-        f"{later}",
+        f"{before}{later}",
         f"generation  {count_text(found.new_tokens, 'token')} in {ms_text(found.generation_ms)}, "
         f"{flight}{rate}",
         f"cache       {cached or 'none'}",

@@ -348,6 +348,8 @@ class Generation(Wire):
         sequences_in_flight: generations at the same time.
         first_token_ms: time of the prompt's pass, which gives the first token, while no other
             generation runs.
+        host_ms: time that the host needs in ``generate`` before this pass, while the devices wait;
+            no other time contains it. ``placer.suggest`` measures it; None otherwise.
         token_ms: time of the pass of each later token, likewise; None if there is no later token.
         generation_ms: time from a prompt to its last token, with all generations in flight.
         tokens_per_s: new tokens per second, of all sequences of all generations together.
@@ -362,6 +364,7 @@ class Generation(Wire):
     new_tokens: Annotated[int, Field(ge=1)]
     sequences_in_flight: Annotated[int, Field(ge=1)] = 1
     first_token_ms: Annotated[float, Field(ge=0)]
+    host_ms: Annotated[float, Field(ge=0)] | None = None
     token_ms: Annotated[float, Field(ge=0)] | None = None
     generation_ms: Annotated[float, Field(ge=0)]
     tokens_per_s: Annotated[float, Field(ge=0)] | None = None

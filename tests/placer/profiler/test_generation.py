@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from statistics import mean
 from typing import Any
 
@@ -12,13 +13,14 @@ from generating_models import MAKERS
 from resting_models import CHOSEN, EXPERTS, LAYERS, blocks, mixture
 from torch import nn
 
-from placer import GenerationOptions, Profile, ProfileOptions
+from placer import GenerationOptions, Profile, ProfileOptions, suggest
 from placer.errors import InputError
 from placer.estimator.expert_choices import experts_per_token
 from placer.estimator.kv_cache import keys_and_values
 from placer.profiler.generation import (
     REMEDY,
     filled_cache,
+    host_ms,
     profile_generation,
     prompt_inputs,
 )
@@ -219,3 +221,38 @@ def test_ids_and_a_mask_are_taken_in_each_form() -> None:
     assert prompt_inputs(model, (ids, mask), ASKED)["attention_mask"] is mask
     assert prompt_inputs(model, {"input_ids": ids}, ASKED)["input_ids"] is ids
     assert prompt_inputs(model, None, ASKED)["input_ids"].shape == (1, 7)
+
+
+@pytest.mark.parametrize("weights", ["cpu", "meta"])
+def test_the_hosts_time_is_that_of_generate_before_the_prompts_pass(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device(weights):
+        model = _model("llama", num_hidden_layers=1)
+    prompt, place = {"input_ids": _ids()}, torch.device("cpu")
+    least = host_ms(model, prompt, place)
+    assert least is not None and least > 0
+    prepare, forward = model._prepare_cache_for_generation, model.forward
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(model, "_prepare_cache_for_generation", slow)
+    later = host_ms(model, prompt, place)
+    assert later is not None and later >= 100
+    assert model.forward == forward and not model._forward_pre_hooks
+
+
+def test_the_hosts_time_is_unknown_without_a_generate_that_runs() -> None:
+    model = nn.Linear(2, 2)
+    assert host_ms(model, {"input_ids": _ids()}, torch.device("cpu")) is None
+    model.generate = lambda **_: None
+    assert host_ms(model, {"input_ids": _ids()}, torch.device("cpu")) is None
+
+
+def test_suggest_gives_the_hosts_time() -> None:
+    placement = suggest(
+        _model("llama", num_hidden_layers=1), devices=1, objective="generation", generation=ASKED
+    )
+    assert placement.generation is not None and placement.generation.host_ms

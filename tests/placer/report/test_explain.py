@@ -150,16 +150,17 @@ def test_a_generation_shows_its_tokens_its_rate_and_its_cache() -> None:
         copies_tokens_per_s=402.27,
     )
     memory = MemoryUse(param_bytes=GIB, cache_bytes=GIB // 2)
-    text = explain(
-        placement(
-            objective="generation",
-            generation=found,
-            training=False,
-            devices=(load("cuda:0", memory=memory), load("cuda:1")),
-        )
+    answer = placement(
+        objective="generation",
+        generation=found,
+        training=False,
+        devices=(load("cuda:0", memory=memory), load("cuda:1")),
     )
+    text = explain(answer)
     assert "objective   generation: time between the ends of two generations 14.00 ms" in text
     assert "the first after 20.50 ms for a prompt of 512 tokens, each later one 9.00 ms" in text
+    timed = answer.model_copy(update={"generation": found.model_copy(update={"host_ms": 4.0})})
+    assert "512 tokens and 4.00 ms of the host before, each" in explain(timed)
     assert "64 tokens in 700 ms, 4 in flight, 365.7 tokens/s" in text
     assert "cache       cuda:0 512.0 MiB\n" in " ".join(text.split(" "))
     assert "copies      a whole model on each of 2 devices has 402.3 tokens/s, 1.10x" in text
