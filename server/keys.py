@@ -190,13 +190,17 @@ def _parse(line: str, settings: Settings, where: str) -> Key:
             " 'python -m placer_server.keys' does"
         )
     if not given <= set(SCOPES):
-        raise InputError(f"{where}: the scopes of {name!r} are not all of {', '.join(SCOPES)}")
+        raise InputError(
+            f"{where}: the scopes of {name!r} are not all known; give some of {', '.join(SCOPES)}"
+        )
     try:
         per_s = float(rate or settings.rate_per_s)
     except ValueError:
         per_s = 0.0
     if not 0 < per_s < math.inf:
-        raise InputError(f"{where}: the rate of {name!r} is not a number above 0")
+        raise InputError(
+            f"{where}: the rate of {name!r} is not a number above 0; give requests per second"
+        )
     return Key(name, given, bytes.fromhex(digest), TokenBucket(per_s))
 
 

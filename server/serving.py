@@ -215,7 +215,7 @@ def _listener(settings: Settings) -> socket.socket:
         listener.close()
         raise ServerError(
             f"the service cannot listen on {settings.host}, port {settings.port}: {error.strerror};"
-            " set PLACER_HOST and PLACER_PORT"
+            " give another --port, or set PLACER_HOST and PLACER_PORT"
         ) from error
 
 

@@ -81,7 +81,8 @@ def require_gradient(loss: Tensor) -> None:
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise InputError(
             "loss_fn returned a loss without a gradient: it depends on no parameter that requires "
-            "a gradient, so there is nothing to train"
+            "a gradient, so there is nothing to train; call requires_grad_() on what is to be "
+            "trained"
         )
 
 

@@ -94,7 +94,9 @@ def _read_shards(index: Path, metadata: dict[str, str]) -> dict[str, Any]:
         shards = dict.fromkeys(weight_map.values())
         paths = {shard: index.parent / shard for shard in shards}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index} is not an index of shards: {error!r}") from error
+        raise InputError(
+            f"{index} is not an index of shards: {error!r}; download it again"
+        ) from error
     if missing := [shard for shard, path in paths.items() if not path.is_file()]:
         raise InputError(
             f"{index.parent} lacks {_listed(missing)}, which {index.name} names; download all "
@@ -138,7 +140,10 @@ def _read_safetensors(file: Path, metadata: dict[str, str]) -> Iterator[tuple[st
             for key in order():
                 yield key, opened.get_tensor(key)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{file} cannot be read as safetensors: {error}") from error
+        raise InputError(
+            f"{file} cannot be read as safetensors: {error}; it may be incomplete: download it "
+            "again"
+        ) from error
 
 
 def _with_torchao(
@@ -161,7 +166,7 @@ def _with_torchao(
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{file} holds weights that torchao quantised, which the installed version cannot read:"
-            f" {error}"
+            f" {error}; install the version that saved it"
         ) from error
     return {**weights, **others}
 
@@ -178,7 +183,10 @@ def _read_torch(file: Path) -> dict[str, Any]:
                 "cannot be read tensor by tensor; load it once with torch.load and save it again "
                 "with torch.save"
             ) from error
-        raise InputError(f"{file} cannot be read as a checkpoint of torch: {error}") from error
+        raise InputError(
+            f"{file} cannot be read as a checkpoint of torch: {error}; it may be incomplete: save "
+            "or download it again"
+        ) from error
     nested = content if _is_state(content) else None
     if nested is None and isinstance(content, Mapping):
         nested = next((content[key] for key in _STATE_KEYS if _is_state(content.get(key))), None)

@@ -227,7 +227,10 @@ def _json(text: str, file: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{_named(file)} is not JSON: {error}") from error
+        raise InputError(
+            f"{_named(file)} is not JSON: {error}; give a file that a command of placer wrote "
+            "with -o"
+        ) from error
 
 
 def _typed(content: Any, text: str, file: str) -> Subject | Progress:
@@ -250,7 +253,7 @@ def _typed(content: Any, text: str, file: str) -> Subject | Progress:
                 raise InputError(f"{_named(file)}: {error}") from error
     raise InputError(
         f"{_named(file)} holds no profile, placement, request, refinement, cluster, measurement,"
-        " evaluation or estimate"
+        " evaluation or estimate; give a file that a command of placer wrote with -o"
     )
 
 

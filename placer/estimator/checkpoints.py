@@ -105,7 +105,10 @@ def model_of(
             f"transformers {library.__version__} cannot make {names[0]}: {reason(error)}"
         ) from error
     if not isinstance(model, nn.Module):
-        raise InputError(f"{type(config).__name__} makes no torch.nn.Module")
+        raise InputError(
+            f"{type(config).__name__} makes no torch.nn.Module; make the model yourself, and "
+            "give it"
+        )
     return model
 
 

@@ -220,7 +220,9 @@ def _longest(model: nn.Module, context: int | None, texts: GenerationOptions | N
     if asked is None:
         return min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
     if most is not None and asked > most:
-        raise InputError(f"{name} is {asked}, but {kind} reads at most {most} tokens")
+        raise InputError(
+            f"{name} is {asked}, but {kind} reads at most {most} tokens; give {most} or less"
+        )
     return asked
 
 

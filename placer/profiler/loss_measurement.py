@@ -194,7 +194,8 @@ def with_loss(
     ]
     if not makers:
         raise InputError(
-            "the model returns what no layer of it made, so a loss of it trains nothing"
+            "the model returns what no layer of it made, so a loss of it trains nothing; return "
+            "the result of a layer, or leave out loss_fn"
         )
     target_bytes = sum(tensor_bytes(leaf) for leaf in loss.target if isinstance(leaf, Tensor))
     layers = tuple(

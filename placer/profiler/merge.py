@@ -186,7 +186,7 @@ def _cluster(
             if known.type != device.type:
                 raise ProfileError(
                     f"device {device.name!r} is a {known.type!r} in one profile, a {device.type!r} "
-                    "in another"
+                    "in another; measure each on its own host, or give the devices different names"
                 )
         links.update({(link.source, link.target): link for link in cluster.links})
     found = list(devices.values())

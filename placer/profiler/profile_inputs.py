@@ -113,7 +113,7 @@ def _in_order(layout: BatchLayout, sizes: Sequence[int]) -> list[int]:
     if all(dim is None for dim in layout.dims):
         raise InputError(
             "the example inputs have no dimension that could be the batch, so batch_sizes has no "
-            "meaning"
+            "meaning; leave batch_sizes out"
         )
     return sorted(wanted)
 

@@ -83,7 +83,7 @@ def refine(
     if not placement.layer_devices:
         raise InputError(
             f"the placement is {placement.status} and places no layer, so there is nothing to "
-            "measure"
+            "measure; give one whose status is optimal or feasible"
         )
     _refuse_unequal_shares(placement)
     if placement.resting:

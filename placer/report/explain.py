@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from placer.errors import InputError, kind_of
 from placer.report.cluster import cluster_table
 from placer.report.estimate import estimate_table
 from placer.report.rendering import Fitting, plain_text
@@ -68,6 +69,9 @@ def explain(subject: Placement | Profile | Cluster | Estimate, width: int = 120)
     Args:
         subject: what to explain.
         width: of a line, in characters (default 120).
+
+    Raises:
+        InputError: the subject is of another type.
     """
     return plain_text(table(subject), width)
 
@@ -80,6 +84,9 @@ def table(subject: Placement | Profile | Cluster | Estimate) -> RenderableType:
             bottleneck marked; then the proofs), a profile (for each layer times and memory; then
             the devices), a cluster (devices and links) or an estimate (the answer, then the memory
             of each device).
+
+    Raises:
+        InputError: the subject is of another type.
     """
     if isinstance(subject, Estimate):
         return estimate_table(subject)
@@ -87,7 +94,12 @@ def table(subject: Placement | Profile | Cluster | Estimate) -> RenderableType:
         return _placement(subject)
     if isinstance(subject, Profile):
         return _profile(subject)
-    return cluster_table(subject)
+    if isinstance(subject, Cluster):
+        return cluster_table(subject)
+    raise InputError(
+        f"explain was given {kind_of(subject)}; give a Placement, a Profile, a Cluster or an "
+        "Estimate. `placer show FILE` explains a file"
+    )
 
 
 def _placement(placement: Placement) -> RenderableType:

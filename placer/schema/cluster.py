@@ -61,7 +61,7 @@ class Device(Wire):
         if self.memory_bytes < self.reserve_bytes:
             raise ValueError(
                 f"device {self.name!r}: memory_bytes {self.memory_bytes} is below reserve_bytes "
-                f"{self.reserve_bytes}"
+                f"{self.reserve_bytes}; give more memory_bytes, or a smaller reserve_bytes"
             )
         return self
 
@@ -122,7 +122,8 @@ class Cluster(Wire):
             )
             if link.source == link.target:
                 raise ValueError(
-                    f"link {link.source!r} -> {link.target!r} joins a device with itself"
+                    f"link {link.source!r} -> {link.target!r} joins a device with itself; leave "
+                    "it out"
                 )
         refuse_duplicates("link", [f"{link.source} -> {link.target}" for link in self.links])
         return self

@@ -231,7 +231,7 @@ class PlacementRequest(SolveOptions, Question):
                 if given:
                     raise ValueError(
                         f"{name}: only objective 'step' chooses it; the objective is "
-                        f"{self.objective!r}"
+                        f"{self.objective!r}: leave {name} out"
                     )
             return
         names = [layer.name for layer in self.profile.layers]
@@ -347,11 +347,14 @@ class PlacementRequest(SolveOptions, Question):
             if device in (*rules.forbidden.get(layer, ()), *everywhere):
                 raise ValueError(
                     f"constraints.pinned: layer {layer!r} is pinned to {device!r}, which is "
-                    "forbidden for it"
+                    "forbidden for it; leave out one of the two"
                 )
         for group in (*self.profile.colocated, *rules.colocated) if pinned else ():
             if pins := pins_apart(pinned, group):
-                raise ValueError(f"constraints.pinned: colocated layers are pinned apart, {pins}")
+                raise ValueError(
+                    f"constraints.pinned: colocated layers are pinned apart, {pins}; pin them "
+                    "to one device"
+                )
         linked = (
             {(link.source, link.target) for link in cluster.links} if len(pinned) > 1 else set()
         )
@@ -371,7 +374,7 @@ class PlacementRequest(SolveOptions, Question):
                     raise ValueError(
                         f"constraints.pinned: {edge.source!r} on {here!r} makes a value that "
                         f"{target!r} reads on {there!r}, but cluster.links has no link from "
-                        f"{way[0]!r} to {way[1]!r}"
+                        f"{way[0]!r} to {way[1]!r}; give the link, or change a pin"
                     )
 
     def _check_numbers(self, devices: int, layers: int) -> None:
@@ -394,11 +397,13 @@ class PlacementRequest(SolveOptions, Question):
             for layer in profile.layers:
                 if kind not in layer.forward_ms:
                     raise ValueError(
-                        f"layer {layer.name!r} has no forward_ms for device type {kind!r}"
+                        f"layer {layer.name!r} has no forward_ms for device type {kind!r}; profile "
+                        "on a device of this type, or leave its devices out"
                     )
                 if trains and kind not in layer.backward_ms:
                     raise ValueError(
-                        f"layer {layer.name!r} has no backward_ms for device type {kind!r}"
+                        f"layer {layer.name!r} has no backward_ms for device type {kind!r}; "
+                        "profile a training step on a device of this type, or leave its devices out"
                     )
 
     @property

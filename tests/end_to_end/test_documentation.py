@@ -32,7 +32,12 @@ SERVE = "placer serve"
 CHECKED = ("placer compare", "place_many", "curl ")
 """Each is in one block, whose output a test of its own checks."""
 
-ON_GPUS = ("docs/start/gpus.md", "docs/guides/faster.md", "docs/guides/inference.md")
+ON_GPUS = (
+    "docs/start/gpus.md",
+    "docs/guides/faster.md",
+    "docs/guides/inference.md",
+    "docs/guides/replicas.md",
+)
 """Pages whose programs use the GPUs that there are; other pages name CPU stand-ins."""
 
 NOTEBOOK = ROOT / "docs" / "start" / "quickstart.ipynb"

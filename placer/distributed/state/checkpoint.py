@@ -114,14 +114,14 @@ def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> No
         raise InputError(
             "the state dict does not fit the model; missing keys: "
             f"{listed(missing, 5) or 'none'}; unknown keys: "
-            f"{listed(unknown, 5) or 'none'}"
+            f"{listed(unknown, 5) or 'none'}; give the state dict of this model"
         )
     own = module.state_dict()
     for key, tensor in own.items():
         if state[key].shape != tensor.shape:
             raise InputError(
                 f"{key!r} has shape {tuple(state[key].shape)}; the model's has "
-                f"{tuple(tensor.shape)}"
+                f"{tuple(tensor.shape)}; give the state dict of this model"
             )
     module.load_state_dict({key: state[key] for key in own})
 

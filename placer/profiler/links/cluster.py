@@ -131,7 +131,8 @@ def resolve_limits(
         total = hardware.memory_bytes(device)[1]
         if device.type == "cuda" and limit > total:
             raise InputError(
-                f"memory_bytes of {device} is {limit}, but the device has {total} bytes"
+                f"memory_bytes of {device} is {limit}, but the device has {total} bytes; give "
+                f"{total} or less"
             )
     return limits
 

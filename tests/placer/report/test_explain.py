@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from placer.errors import InputError
 from placer.report import explain
 from placer.schema import (
     Cluster,
@@ -82,6 +83,11 @@ def test_each_device_shows_its_layers_times_and_memory_against_its_limit() -> No
 def test_memory_far_below_its_limit_keeps_its_own_unit() -> None:
     small = load("cuda:0", memory=MemoryUse(param_bytes=3 * 1024**2))
     assert "3.0 MiB / 8.0 GiB 0%" in explain(placement(devices=(small,)))
+
+
+def test_the_name_of_a_file_is_refused_with_the_command_that_shows_files() -> None:
+    with pytest.raises(InputError, match=r"explain was given a str; .*`placer show FILE`"):
+        explain("placement.json")  # type: ignore[arg-type]
 
 
 def test_only_the_bottleneck_is_marked() -> None:

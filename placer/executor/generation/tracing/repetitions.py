@@ -22,7 +22,7 @@ class Distinct(NamedTuple):
     """The operations of a pass that do not repeat others.
 
     Attributes:
-        operations: in order, without those of Python numbers alone, which a recording keeps.
+        operations: in order, without operations on Python numbers alone, which a recording keeps.
         omitted: numbers of the values that they leave out.
     """
 

@@ -11,22 +11,18 @@ from model_list import transformers
 from placer.testing import logical_devices
 
 GUIDE = "docs/guides/generation.md"
+PLACING = "docs/guides/generation-placement.md"
 
 
-def _programs() -> list[str]:
-    """Return the guide's programs that need transformers."""
+def _programs(page: str) -> list[str]:
+    """Return the programs of a page, which need transformers."""
     transformers()
-    return [
-        block.text
-        for block in blocks()
-        if block.page == GUIDE
-        and ("from transformers import" in block.text or "flow.generate_many(" in block.text)
-    ]
+    return [block.text for block in blocks() if (block.page, block.kind) == (page, "python")]
 
 
 @pytest.mark.integration
 def test_the_guides_programs_generate_text(capsys: pytest.CaptureFixture[str]) -> None:
-    one, many, _ = _programs()
+    one, many = _programs(GUIDE)
     names: dict[str, object] = {}
     with logical_devices(2):
         exec(compile(one, GUIDE, "exec"), names)
@@ -37,10 +33,10 @@ def test_the_guides_programs_generate_text(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.integration
 def test_the_guides_placement_for_generation_has_room_for_the_cache_of_decoding() -> None:
-    *_, placed = _programs()
+    (placed,) = _programs(PLACING)
     found: dict[str, Any] = {}
     with logical_devices(2):
-        exec(compile(placed, GUIDE, "exec"), found)
+        exec(compile(placed, PLACING, "exec"), found)
     capacity = found["flow"].generation_report.capacity
     assert capacity == 64
     # of 2 sequences and 2 layers, keys and values of 64 numbers for each token, in float32
