@@ -82,9 +82,7 @@ def _pipeline(profile: Profile, parts: Sequence[Segment], plan: Plan, pipelines:
         for first in range(0, len(parts), length)
         for one in _transfers(profile, parts[first : first + length], training)
     ]
-    return Pipeline(
-        plan.places, tuple(forward), tuple(backward), tuple(weights), tuple(transfers)
-    )
+    return Pipeline(plan.places, tuple(forward), tuple(backward), tuple(weights), tuple(transfers))
 
 
 def _type_of(profile: Profile, device: torch.device) -> str:

@@ -208,7 +208,8 @@ def test_the_predicted_step_of_replicas_runs_the_units_of_a_device_in_turn(
     with _placed(training=True, counts=counts, chunks=1) as (flow, inputs, target, profile):
         assert profile.cluster is not None
         links = [
-            link.model_copy(update={"bandwidth_bytes_per_s": 1e15}) for link in profile.cluster.links
+            link.model_copy(update={"bandwidth_bytes_per_s": 1e15})
+            for link in profile.cluster.links
         ]
         cluster = profile.cluster.model_copy(update={"links": tuple(links)})
         profile = profile.model_copy(update={"cluster": cluster})
@@ -230,7 +231,8 @@ def test_the_predicted_step_of_replicas_runs_the_units_of_a_device_in_turn(
     assert found.predicted_ms == pytest.approx(expected[counts])
     assert all(row.predicted_end_ms is not None for row in found.rows)
     assert {row.micro_batch for row in found.rows} == set(range(units))
-    busy = [3 * work * units / count for work, count in zip((a, b), counts) for _ in range(count)]
+    works = zip((a, b)[: len(counts)], counts, strict=True)
+    busy = [3 * work * units / count for work, count in works for _ in range(count)]
     for index, time_ms in enumerate(busy):
         assert found.busy_ms(f"cpu:{index}", predicted=True) == pytest.approx(time_ms)
     assert f"one micro-batch in {units} parts" in found.title
