@@ -605,7 +605,7 @@ class DataFlow(nn.Module):
         Returns:
             The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass. With
             replicas, a step's passes are of parts of micro-batches, numbered in the order of
-            samples, and inference is that of the first pipeline.
+            samples. Inference is measured in the first pipeline.
 
         Raises:
             InputError: the flow is not placed; the model runs through hooks; the profile is of
