@@ -597,17 +597,21 @@ class DataFlow(nn.Module):
                 inference, the micro-batches streamed.
             chunks: micro-batches; the placement's number if None.
             profile: what the placement was solved from, for the prediction; None for no prediction.
+                With replicas, it is of one pipeline's part of a micro-batch.
             compile: in inference, as for ``stream``; a step has its own.
             batch_options: in inference, where the samples of the batch lie; the flow's if None. A
                 step has its own.
 
         Returns:
-            The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass.
+            The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass. With
+            replicas, a step's passes are of parts of micro-batches, numbered in the order of
+            samples. Inference is measured in the first pipeline.
 
         Raises:
             InputError: the flow is not placed; the model runs through hooks; the profile is of
-                other layers; there is a target without a step; ``step`` is not a step of this flow;
-                ``chunks`` is more than the samples; or torch has no such backend.
+                other layers, or replicas have unlike shares; there is a target without a step;
+                ``step`` is not a step of this flow; ``chunks`` is more than the samples; or torch
+                has no such backend.
         """
         return measure(
             self.settings,

@@ -21,7 +21,7 @@ from placer.executor.engine.stage import Stage
 from placer.executor.inference.stream_pipeline import InferencePipeline
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.placed_model import PlacedModel
-from placer.executor.predict import predicted
+from placer.executor.predict import plan_of_stages, predicted
 from placer.executor.settings import Settings
 from placer.executor.state.segment_state import restored
 from placer.executor.training.step_rollback import Kept
@@ -122,7 +122,7 @@ def _measure_step(
 
     Raises:
         InputError: the model runs through hooks, the profile is of other layers, gradients of an
-            earlier step wait, or there is a profile and stages are replicated.
+            earlier step wait, or there is a profile and replicas have unlike shares.
     """
     if step.placed.gradients_wait:
         raise InputError(
@@ -132,9 +132,12 @@ def _measure_step(
     pipeline, tensors, goals = step.pipeline(inputs, target, chunks)
     if pipeline is None:
         raise _not_captured(step.placed)
-    if profile is not None and pipeline.pipelines > 1:
+    shares = pipeline.recipe.replication.samples
+    if profile is not None and len(set(shares)) > 1:
         raise InputError(
-            "the timeline of replicated stages is not predicted; leave profile out to measure it"
+            f"pipelines of replicas take {', '.join(map(str, shares))} samples of a micro-batch, "
+            "and a profile has the times of one number of samples; leave profile out to measure "
+            "without a prediction, or give replicas equal shares"
         )
     with restored(pipeline.graph, pipeline.lanes):
         pipeline.prepare(tensors, goals)
@@ -142,8 +145,13 @@ def _measure_step(
             pipeline.run(tensors, goals)
         rows = _traced([pipeline], pipeline.courier, [], lambda: pipeline.run(tensors, goals))
     cut = "one micro-batch" if pipeline.chunks == 1 else f"{pipeline.chunks} micro-batches"
+    if pipeline.pipelines > 1:
+        cut += f" in {pipeline.pipelines} parts" + " each" * (pipeline.chunks > 1)
     title = f"Training step of {pipeline.graph.model}: {cut}, {step.schedule}"
-    return _measurement(title, pipeline.stages, rows, pipeline.plan, profile, pipeline.sizes[0])
+    order = plan_of_stages(pipeline)
+    return _measurement(
+        title, pipeline.stages, rows, order, profile, pipeline.sizes[0], pipeline.pipelines
+    )
 
 
 def _measure_stream(
@@ -213,6 +221,7 @@ def _measurement(
     order: Plan,
     profile: Profile | None,
     size: int,
+    pipelines: int = 1,
 ) -> Measurement:
     parts = [stage.segment for stage in stages]
     notes = [
@@ -235,8 +244,12 @@ def _measurement(
         notes.append(
             f"the profile is of micro-batches of {profile.batch_size}, these are of {size}"
         )
+    if profile is not None and pipelines > 1:
+        notes.append(
+            "the prediction leaves out the exchange of gradients and parameters between replicas"
+        )
     names = tuple(dict.fromkeys(str(part.device) for part in parts))
-    guess = () if profile is None else predicted(profile, parts, order)
+    guess = () if profile is None else predicted(profile, parts, order, pipelines)
     return Measurement(title, names, rows, guess, tuple(notes))
 
 

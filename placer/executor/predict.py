@@ -12,30 +12,52 @@ import torch
 from placer import devices
 from placer.errors import InputError
 from placer.executor.segments import Segment
+from placer.executor.training.training_pipeline import TrainingPipeline
 from placer.report.timeline import Kind, Row, from_first_start
 from placer.schedule import Pipeline, Plan, Timeline, Transfer, simulate
 from placer.schema import Profile
 
 
-def predicted(profile: Profile, parts: Sequence[Segment], plan: Plan) -> tuple[Row, ...]:
+def predicted(
+    profile: Profile, parts: Sequence[Segment], plan: Plan, pipelines: int = 1
+) -> tuple[Row, ...]:
     """Return the predicted timeline of a batch.
 
     Args:
         profile: of the model on these devices; its micro-batch counts as the one that runs.
-        parts: the segments, in order.
+        parts: the segments, in order, of one pipeline after another.
         plan: the order of passes.
+        pipelines: how many pipelines take micro-batches in turn.
 
     Raises:
         InputError: the profile is of other layers, or of other devices.
     """
-    timeline = simulate(_pipeline(profile, parts, plan.places, plan.training), plan)
+    timeline = simulate(_pipeline(profile, parts, plan, pipelines), plan)
     return _rows(timeline, [str(part.device) for part in parts])
 
 
-def _pipeline(
-    profile: Profile, parts: Sequence[Segment], places: Sequence[int], training: bool
-) -> Pipeline:
+def plan_of_stages(pipeline: TrainingPipeline) -> Plan:
+    """Return the order of all passes, in which each stage of each pipeline is a stage.
+
+    Parts of the batch are its micro-batches. Each goes through the stages of one pipeline.
+
+    Args:
+        pipeline: with slots.
+    """
+    places = list(pipeline.lanes)
+    return Plan(
+        places=tuple(places.index(stage.device) for stage in pipeline.stages),
+        chunks=len(pipeline.sizes),
+        issue=tuple(pipeline.passes()),
+        # part m is in the slot of part m - in_flight, which went through the same pipeline
+        in_flight=tuple(len(stage.slots) * pipeline.pipelines for stage in pipeline.stages),
+        split=pipeline.plan.split,
+    )
+
+
+def _pipeline(profile: Profile, parts: Sequence[Segment], plan: Plan, pipelines: int) -> Pipeline:
     """Return the segments' times and the times of the transfers between them."""
+    training, length = plan.training, len(parts) // pipelines
     known = {layer.name: layer for layer in profile.layers}
     forward, backward, weights = [], [], []
     for part in parts:
@@ -55,8 +77,12 @@ def _pipeline(
             sum(layer.backward_ms.get(kind, 0.0) for layer in layers) if training else 0.0
         )
         weights.append(sum(layer.weight_half_ms(kind) for layer in layers) if training else 0.0)
-    transfers = _transfers(profile, parts, training)
-    return Pipeline(tuple(places), tuple(forward), tuple(backward), tuple(weights), transfers)
+    transfers = [
+        one._replace(source=first + one.source, target=first + one.target)
+        for first in range(0, len(parts), length)
+        for one in _transfers(profile, parts[first : first + length], training)
+    ]
+    return Pipeline(plan.places, tuple(forward), tuple(backward), tuple(weights), tuple(transfers))
 
 
 def _type_of(profile: Profile, device: torch.device) -> str:

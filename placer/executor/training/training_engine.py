@@ -18,6 +18,7 @@ from torch import Tensor
 
 from placer.devices import Courier, Lane, Mark
 from placer.executor.engine.engine import Engine
+from placer.executor.stage_errors import Place
 from placer.executor.training.feed import Feed
 from placer.executor.training.input_gradients import InputGradients
 from placer.executor.training.stages.replica_exchange import Exchange
@@ -130,6 +131,10 @@ class TrainingEngine(Engine[TrainingStage]):
         self._batch.left[item.stage] -= 1
         if not self._batch.left[item.stage]:
             self._batch.exchange.finished(item.stage, slot.made)
+
+    def place(self, index: int, phase: str, micro_batch: int) -> Place:
+        """Return where a pass is; a part of a micro-batch has the number of the micro-batch."""
+        return super().place(index, phase, micro_batch // self.stages[index].pipelines)
 
     def _forward(self, item: Pass, stage: TrainingStage, slot: TrainingSlot, batch: _Batch) -> None:
         self._fetch(item, stage, slot, batch)

@@ -339,7 +339,7 @@ class TrainingPipeline:
         self._scaled = scale is not None
         for stage in self.stages:
             stage.begin()
-        order = self._order()
+        order = self.passes()
         self.engine.run_batch(order, feed, gradients, self.collected, self.weights.exchange)
 
     def recover(self) -> None:
@@ -428,7 +428,7 @@ class TrainingPipeline:
             if name in stage.reads
         }
 
-    def _order(self) -> list[Pass]:
+    def passes(self) -> list[Pass]:
         """Return the passes of all pipelines, which take turns so that all devices are at work.
 
         Where a segment is in pieces, a pass of it is one pass of each piece. Where pipelines share

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import lcm
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from placer.capture.capture import capture_graph
 from placer.errors import InputError
 from placer.executor.training.training_pipeline import Order
 from placer.report.timeline import Measurement
-from placer.schema import Cluster, Device, Edge, Layer, Link, Placement, Profile
+from placer.schema import Cluster, Device, Edge, Layer, Link, Placement, Profile, Replica
 from placer.testing import logical_devices
 
 ROWS, FEATURES, CHUNKS, DEVICES = 8, 5, 4, 3
@@ -78,21 +79,38 @@ def _rows() -> Tensor:
 
 
 @contextmanager
-def _placed(training: bool) -> Iterator[tuple[DataFlow, Tensor, Tensor, Profile]]:
+def _placed(
+    training: bool, counts: tuple[int, ...] = (1,) * DEVICES, chunks: int = CHUNKS
+) -> Iterator[tuple[DataFlow, Tensor, Tensor, Profile]]:
     """A flow of a model that all tests share, placed on stand-ins; a batch, its target, a profile.
 
     Args:
         training: the mode of the model.
+        counts: the number of replicas of each stage.
+        chunks: micro-batches.
     """
     profile = _own_profile(training)
-    names = [layer.name for layer in profile.layers]
-    places = {name: f"cpu:{index * DEVICES // len(names)}" for index, name in enumerate(names)}
-    with logical_devices(DEVICES), _both(training).flow() as flow:
-        flow.update_flow(
-            Placement(
-                status="feasible", objective="throughput", layer_devices=places, chunks=CHUNKS
-            )
+    names, units = [layer.name for layer in profile.layers], lcm(*counts)
+    first = [f"cpu:{sum(counts[:stage])}" for stage in range(len(counts))]
+    spare = iter(range(DEVICES))
+    held = {
+        place: tuple(
+            Replica(device=f"cpu:{next(spare)}", samples=units // count) for _ in range(count)
         )
+        for place, count in zip(first, counts, strict=True)
+    }
+    placement = Placement(
+        status="feasible",
+        objective="throughput",
+        layer_devices={
+            name: first[index * len(counts) // len(names)] for index, name in enumerate(names)
+        },
+        replicas={place: some for place, some in held.items() if len(some) > 1},
+        batch_size=units,
+        chunks=chunks,
+    )
+    with logical_devices(DEVICES), _both(training).flow() as flow:
+        flow.update_flow(placement)
         yield flow, _rows(), _rows(), profile
 
 
@@ -180,6 +198,44 @@ def test_predicted_transfers_take_what_the_profile_says_of_their_link() -> None:
     for way, count in crossing.items():
         # 1000 bytes at a megabyte a second each
         assert found[way] == pytest.approx(count * 1.0)
+
+
+@pytest.mark.parametrize("counts", [(2,), (3,), (2, 1), (1, 2)])
+def test_the_predicted_step_of_replicas_runs_the_units_of_a_device_in_turn(
+    counts: tuple[int, ...],
+) -> None:
+    units = lcm(*counts)
+    with _placed(training=True, counts=counts, chunks=1) as (flow, inputs, target, profile):
+        assert profile.cluster is not None
+        links = [
+            link.model_copy(update={"bandwidth_bytes_per_s": 1e15})
+            for link in profile.cluster.links
+        ]
+        cluster = profile.cluster.model_copy(update={"links": tuple(links)})
+        profile = profile.model_copy(update={"cluster": cluster})
+        step = flow.train_step(functional.mse_loss, schedule="1f1b")
+        found = flow.measure(inputs, target, step=step, profile=profile)
+    layers = len(profile.layers)
+    end = layers if len(counts) == 1 else -(-layers // 2)
+    # one unit takes a and 2 a in the first stage, and b and 2 b in the second one
+    a, b = (sum(index + 1.0 for index in some) for some in (range(end), range(end, layers)))
+    expected = {
+        # every replica runs a unit of its own
+        (2,): 3 * a,
+        (3,): 3 * a,
+        # the second stage runs both units forwards, then backwards
+        (2, 1): a + 2 * b + 4 * b + 2 * a,
+        # the first one goes backwards through unit 0, and then, if it has come, through unit 1
+        (1, 2): max(max(2 * a, a + 3 * b) + 2 * a, 2 * a + 3 * b) + 2 * a,
+    }
+    assert found.predicted_ms == pytest.approx(expected[counts])
+    assert all(row.predicted_end_ms is not None for row in found.rows)
+    assert {row.micro_batch for row in found.rows} == set(range(units))
+    works = zip((a, b)[: len(counts)], counts, strict=True)
+    busy = [3 * work * units / count for work, count in works for _ in range(count)]
+    for index, time_ms in enumerate(busy):
+        assert found.busy_ms(f"cpu:{index}", predicted=True) == pytest.approx(time_ms)
+    assert f"one micro-batch in {units} parts" in found.title
 
 
 def test_what_is_measured_leaves_weights_buffers_and_random_numbers_as_they_were() -> None:

@@ -153,6 +153,57 @@ def test_calls_and_streams_use_the_replicas_of_every_stage(counts: tuple[int, ..
             assert samples == (12 + 24) // count
 
 
+class Several(nn.Module):
+    """Inputs in a list and by name; results in a dict, from both ends of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 8)
+        self.third, self.last = nn.Linear(8, 6), nn.Linear(6, 3)
+        self.double().eval()
+
+    def forward(self, pair: list[Tensor], *, scale: Tensor | None = None) -> Any:
+        x = self.first(pair[0]) + self.first(pair[1]).tanh()
+        y = self.second(x if scale is None else x * scale).relu()
+        z = self.third(y)
+        return {"logits": self.last(z), "inner": (x, [z])}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2, 1)])
+def test_calls_and_streams_take_lists_and_uneven_batches_and_return_several_tensors(
+    counts: tuple[int, ...],
+) -> None:
+    model = Several()
+    whole = Several()
+
+    def given(samples: int) -> dict[str, Any]:
+        pair = [batch(samples), batch(samples) + 1]
+        return {"pair": pair, "scale": pair[0].sum(1, keepdim=True)}
+
+    def check(found: Any, expected: Any) -> None:
+        for one, other in zip(
+            *map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True
+        ):
+            torch.testing.assert_close(one, other, **CLOSE)
+
+    with logical_devices(sum(counts)) as places:
+        flow = DataFlow(model, places, places[0])
+        flow.update_flow(by_stage(model, counts, chunks=2))
+        for samples in (12, 7, 7, 1, 12):
+            inputs = given(samples)
+            check(flow(**inputs), whole(**inputs))
+            check(flow(inputs["pair"]), whole(inputs["pair"]))
+        batches = [given(samples) for samples in (4, 4, 4, 4, 4, 1)]
+        for _ in range(2):
+            for found, inputs in zip(flow.stream(batches), batches, strict=True):
+                check(found, whole(**inputs))
+        with counted() as passes:
+            flow(**given(7))
+        assert {place for place, _ in passes} == set(map(str, places))
+
+
 def test_a_stream_after_a_training_step_has_the_new_weights(four: list[torch.device]) -> None:
     model, inputs, target = small(), batch(), torch.arange(12) % 3
     flow = placed(model, four, samples=(3, 3), chunks=2)

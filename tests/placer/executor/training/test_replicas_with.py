@@ -460,7 +460,14 @@ def test_a_measurement_shows_every_replica(shape: str, lanes: set[str]) -> None:
     found = flow.measure(*_data(), step=step)
     assert sorted(found.devices) == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
     assert {row.lane for row in found.measured} >= lanes
-    with pytest.raises(InputError, match="not predicted"):
+
+
+def test_unlike_shares_are_measured_without_a_prediction() -> None:
+    model = _Net()
+    flow = _flow(model, replicated(model, 2, samples=(3, 1)))
+    step = flow.train_step(functional.cross_entropy)
+    assert flow.measure(*_data(), step=step).measured_ms > 0
+    with pytest.raises(InputError, match="take 3, 1 samples of a micro-batch"):
         flow.measure(*_data(), step=step, profile=Profile.model_construct())
 
 
