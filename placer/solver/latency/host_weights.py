@@ -29,7 +29,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 from time import monotonic
 from types import MappingProxyType
 
@@ -39,7 +39,14 @@ from placer.solver import answer, costs
 from placer.solver.bounds import simple_bounds
 from placer.solver.costs import Resting
 from placer.solver.latency import resting_bounds
-from placer.solver.latency.resting_layers import RestingRules, evenly, parts
+from placer.solver.latency.resting_layers import (
+    RestingRules,
+    evenly,
+    filled,
+    parts,
+    shifted,
+    units_of,
+)
 from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import reduced
 from placer.utils.units import bytes_text
@@ -185,6 +192,7 @@ class _Search:
     ) -> None:
         self._passes = [(share, Problem.from_request(asked)) for share, asked in passes]
         self._request, self._solve, self._stop, self._began = request, solve, stop, began
+        self._limit_s = request.time_limit_s
         self._problem = Problem.from_request(request)
         ample = [_with_memory(device, LARGEST_BYTES) for device in self._problem.devices]
         self._ample = replace(self._problem, devices=tuple(ample))
@@ -206,20 +214,36 @@ class _Search:
         self.bound_ms = self._bound_ms(is_needed)
         if self.is_impossible:
             return
-        count = len(self._problem.devices) ** len(self._sizes)
-        count *= (1 + len(self._rules.limits)) ** len(self._may_rest)
-        if count <= FEW:
+        if prod(len(self._places(layer)) for layer in range(len(self._sizes))) <= FEW:
             self._enumerate()
             self.is_impossible = self.best is None
             return
-        everywhere = [*range(len(self._problem.devices))]
+        copied = self._without_cpus() if self._rules.cpus else None
         for assignment in itertools.chain(
-            self._beside_cpus(), self._filled(everywhere), self._assignments()
+            self._beside_cpus(),
+            filled(self._rules, range(len(self._problem.devices))),
+            self._assignments(),
         ):
             self._offer(assignment)
             for moved in self._with_moved_borders(assignment) if self.best is None else ():
                 self._offer(moved)
         self._improve()
+        if copied is not None and (self.best is None or copied.value_ms < self.best.value_ms):
+            self.best = copied
+
+    def _without_cpus(self) -> _Found | None:
+        """Return the best that moves find from assignments without layers on CPUs.
+
+        It may be another local optimum than the best that they find from other assignments.
+        """
+        before, self.best = self.best, None
+        self._limit_s -= 0.5 * self._left_s()
+        for base in filled(self._rules, self._rules.others):
+            self._offer(base)
+        self._improve()
+        self._limit_s = self._request.time_limit_s
+        found, self.best = self.best, before
+        return found
 
     def uses_cpus(self, found: Placement) -> bool:
         """Return whether a placement has layers on the CPUs of hosts that others copy from."""
@@ -291,29 +315,39 @@ class _Search:
     def _enumerate(self) -> None:
         """Try every assignment with every choice of resting layers."""
         self._method = "enumeration"
-        tiers: tuple[Tier | None, ...] = (None, *self._rules.limits)
-        # Of equally short passes the first one stays: with little on the disk, and few layers that
-        # rest.
-        choices = sorted(
-            itertools.product(tiers, repeat=len(self._may_rest)),
-            key=lambda choice: (choice.count("disk"), choice.count("host")),
-        )
-        count = len(self._problem.devices)
-        for assignment in itertools.product(range(count), repeat=len(self._sizes)):
+        places = [self._places(layer) for layer in range(len(self._sizes))]
+        for assignment in itertools.product(*(dict.fromkeys(d for d, _ in one) for one in places)):
             if self._needs(assignment) is None:
                 continue
-            for choice in choices:
-                rests = zip(self._may_rest, choice, strict=True)
+            tiers = [
+                [tier for device, tier in one if device == own]
+                for one, own in zip(places, assignment, strict=True)
+            ]
+            # Of equally short passes the first one stays: with little on the disk, and few layers
+            # that rest.
+            for choice in sorted(
+                itertools.product(*tiers), key=lambda one: (one.count("disk"), one.count("host"))
+            ):
+                rests = enumerate(choice)
                 self._take(assignment, {layer: tier for layer, tier in rests if tier is not None})
         if self.best is not None and not self._is_over():
             self.bound_ms = self.best.value_ms
 
+    def _places(self, layer: int) -> list[tuple[int, Tier | None]]:
+        """Return the devices of a layer, each with every tier in which its parameters may rest."""
+        tiers = self._rules.readers.items() if layer in self._may_rest else ()
+        devices = range(len(self._problem.devices))
+        return [(device, None) for device in devices] + [
+            (device, tier) for tier, readers in tiers for device in readers
+        ]
+
     def _beside_cpus(self) -> Iterator[tuple[int, ...]]:
-        """Yield assignments with some bytes on a host's CPU, and the other layers as filled."""
-        units = self._units()
+        """Yield assignments with few or many bytes on a host's CPU, and other layers as filled."""
+        units = units_of(self._problem)
         sizes = [sum(self._sizes[layer] for layer in unit) for unit in units]
-        others = [one for one in range(len(self._problem.devices)) if one not in self._rules.cpus]
-        for base in dict.fromkeys(self._filled(others)) if self._rules.cpus else ():
+        for base in (
+            dict.fromkeys(filled(self._rules, self._rules.others)) if self._rules.cpus else ()
+        ):
             for cpu, chosen in itertools.product(
                 self._rules.cpus, parts(sizes, CPU_PARTS, self._problem.contiguous)
             ):
@@ -322,37 +356,6 @@ class _Search:
                 where = [*base]
                 for layer in itertools.chain(*(units[number] for number in chosen)):
                     where[layer] = cpu
-                yield tuple(where)
-
-    def _units(self) -> list[tuple[int, ...]]:
-        """Return the layers that move together, in execution order."""
-        grouped = {layer: tuple(sorted(one)) for one in self._problem.groups for layer in one}
-        return [*dict.fromkeys(grouped.get(one, (one,)) for one in range(len(self._sizes)))]
-
-    def _filled(self, rows: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Yield assignments with one device that copies, and others full of what stays there.
-
-        Devices before it take the first layers, and devices behind it the last ones.
-
-        Args:
-            rows: the devices that have layers.
-        """
-        layers, devices = self._problem.layers, self._problem.devices
-        state = [layer.param_bytes + layer.buffer_bytes for layer in layers]
-        work = max(layer.forward_workspace_bytes for layer in layers)
-        work += max((value.held_bytes for value in self._problem.values), default=0)
-        by_rate = sorted(rows, key=lambda device: self._rules.bandwidth(device, "host"))
-        for order in dict.fromkeys([tuple(rows), tuple(by_rate), tuple(reversed(by_rate))]):
-            for copying in range(len(order)):
-                where = [order[copying]] * len(layers)
-                left = [*range(len(layers))]
-                for place in (*range(copying), *range(len(order) - 1, copying, -1)):
-                    is_before = place < copying
-                    free = devices[order[place]].usable_bytes - work
-                    while left and state[left[0 if is_before else -1]] <= free:
-                        layer = left.pop(0 if is_before else -1)
-                        free -= state[layer]
-                        where[layer] = order[place]
                 yield tuple(where)
 
     def _assignments(self) -> Iterator[tuple[int, ...]]:
@@ -510,7 +513,7 @@ class _Search:
 
     def _move_to_cpus(self) -> bool:
         """Move layers to a host's CPU or from it, or exchange two; return whether it was better."""
-        before, units = self.best, self._units()
+        before, units = self.best, units_of(self._problem)
         for number, cpu in itertools.product(range(len(units)), self._rules.cpus):
             for changed in self._beside(cpu, number, units):
                 if self._is_over():
@@ -567,13 +570,13 @@ class _Search:
             if where[place - 1] == where[place]:
                 continue
             for distance in DISTANCES:
-                for moved in _shifted(where, place, distance):
+                for moved in shifted(where, place, distance):
                     if self._is_over():
                         return
                     yield moved
 
     def _left_s(self) -> float:
-        return self._request.time_limit_s - (monotonic() - self._began)
+        return self._limit_s - (monotonic() - self._began)
 
     def _is_over(self) -> bool:
         return self._left_s() <= 0 or (self._stop is not None and self._stop.is_set())
@@ -582,15 +585,3 @@ class _Search:
 def _with_memory(device: Device, usable_bytes: int) -> Device:
     """Return a device of which all of so much memory is usable."""
     return device.model_copy(update={"memory_bytes": usable_bytes, "reserve_bytes": 0})
-
-
-def _shifted(where: tuple[int, ...], place: int, distance: int) -> Iterator[tuple[int, ...]]:
-    """Yield assignments whose border before a layer lies so many layers earlier and later."""
-    moved = list(where)
-    first = max(0, place - distance)
-    moved[first:place] = [where[place]] * (place - first)
-    yield tuple(moved)
-    moved = list(where)
-    end = min(len(where), place + distance)
-    moved[place:end] = [where[place - 1]] * (end - place)
-    yield tuple(moved)

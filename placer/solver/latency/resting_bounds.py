@@ -165,7 +165,6 @@ class _Program:
         self, rules: RestingRules, passes: Passes, largest: tuple[int, int] | None
     ) -> None:
         self._rules, self._problem = rules, rules.problem
-        self._accelerators = sorted(set(range(len(self._problem.devices))) - set(rules.cpus))
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
         self._parts = [self._parts_of(layer, largest) for layer in range(len(rules.sizes))]
         self._limit_memory(2 * largest[0] if largest is not None else 0)
@@ -183,7 +182,7 @@ class _Program:
     def _parts_of(self, layer: int, largest: tuple[int, int] | None) -> dict[str, Any]:
         """Return the parts of a layer by where its parameters are."""
         rules, allowed = self._rules, self._problem.allowed[layer]
-        places = [STAY] if not allowed.isdisjoint(self._accelerators) else []
+        places = [STAY] if not allowed.isdisjoint(rules.others) else []
         if largest is not None and layer in rules.layers and rules.sizes[layer] <= largest[1]:
             places += [tier for tier, own in rules.readers.items() if not allowed.isdisjoint(own)]
         places += [CPU] if not allowed.isdisjoint(rules.cpus) else []
@@ -214,7 +213,7 @@ class _Program:
                 [size * self._part(number, tier) for number, size in enumerate(rules.sizes)]
             )
             self._at_most(rest[tier], limit)
-        usable = sum(devices[device].usable_bytes for device in self._accelerators)
+        usable = sum(devices[device].usable_bytes for device in rules.others)
         self._at_most(total(stay), usable - buffer_bytes)
         on_cpus = sum(devices[device].usable_bytes for device in rules.cpus)
         hosts = {devices[device].host for device in rules.copying}
@@ -231,7 +230,7 @@ class _Program:
         """Return the time of a pass."""
         rules, solver = self._rules, self._solver
         whole = solver.NumVar(0, solver.infinity(), "")
-        there = self._times(_fastest(problem, self._accelerators), STAY, *rules.limits)
+        there = self._times(_fastest(problem, rules.others), STAY, *rules.limits)
         beside = self._times(_fastest(problem, rules.cpus), CPU)
         ends = [solver.NumVar(0, solver.infinity(), "") for _ in self._parts]
         for layer, end in enumerate(ends):
@@ -239,7 +238,7 @@ class _Program:
             solver.Add(whole >= end)
         for source, reader in arcs_of(problem.values):
             solver.Add(ends[reader] >= ends[source] + there[reader] + beside[reader])
-        solver.Add(solver.Sum(there) <= len(self._accelerators) * whole)
+        solver.Add(solver.Sum(there) <= len(rules.others) * whole)
         solver.Add(solver.Sum(beside) <= len(rules.cpus) * whole)
         copies = [
             self._copy_ms(problem, layer, tier) * self._parts[layer][tier]

@@ -88,6 +88,24 @@ def parts(sizes: Sequence[int], count: int, is_run: bool) -> Iterator[frozenset[
             yield frozenset(order[: 1 + bisect_left(passed, need)])
 
 
+def units_of(problem: Problem) -> list[tuple[int, ...]]:
+    """Return the layers that move together, in execution order."""
+    grouped = {layer: tuple(sorted(group)) for group in problem.groups for layer in group}
+    return [*dict.fromkeys(grouped.get(one, (one,)) for one in range(len(problem.layers)))]
+
+
+def shifted(where: tuple[int, ...], place: int, distance: int) -> Iterator[tuple[int, ...]]:
+    """Yield assignments whose border before a layer lies so many layers earlier and later."""
+    moved = list(where)
+    first = max(0, place - distance)
+    moved[first:place] = [where[place]] * (place - first)
+    yield tuple(moved)
+    moved = list(where)
+    end = min(len(where), place + distance)
+    moved[place:end] = [where[place - 1]] * (end - place)
+    yield tuple(moved)
+
+
 def least_sum(sizes: Sequence[int], need: int) -> int:
     """Return the least sum of some of these sizes that is at least ``need``, or a lower bound.
 
@@ -137,6 +155,7 @@ class RestingRules:
         readers: by tier, the devices that copy parameters from it.
         copying: the devices that copy parameters, in ascending order.
         cpus: the devices that are CPUs of hosts from which others copy.
+        others: all other devices.
     """
 
     def __init__(self, request: PlacementRequest, problem: Problem) -> None:
@@ -156,6 +175,7 @@ class RestingRules:
             for number, device in enumerate(problem.devices)
             if device.is_host and device.host in hosts
         ]
+        self.others = sorted(set(range(len(problem.devices))) - set(self.cpus))
 
     @property
     def on_disk(self) -> frozenset[int]:
@@ -228,3 +248,31 @@ class RestingRules:
                 return None
             tiers.update(dict.fromkeys(moved, "disk"))
         return tiers
+
+
+def filled(rules: RestingRules, rows: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield assignments with one device that copies, and others full of what stays there.
+
+    Devices before it take the first layers, and devices behind it the last ones.
+
+    Args:
+        rules: where parameters may rest.
+        rows: the devices that have layers.
+    """
+    layers, devices = rules.problem.layers, rules.problem.devices
+    state = [layer.param_bytes + layer.buffer_bytes for layer in layers]
+    work = max(layer.forward_workspace_bytes for layer in layers)
+    work += max((value.held_bytes for value in rules.problem.values), default=0)
+    by_rate = sorted(rows, key=lambda device: rules.bandwidth(device, "host"))
+    for order in dict.fromkeys([tuple(rows), tuple(by_rate), tuple(reversed(by_rate))]):
+        for copying in range(len(order)):
+            where = [order[copying]] * len(layers)
+            left = [*range(len(layers))]
+            for place in (*range(copying), *range(len(order) - 1, copying, -1)):
+                is_before = place < copying
+                free = devices[order[place]].usable_bytes - work
+                while left and state[left[0 if is_before else -1]] <= free:
+                    layer = left.pop(0 if is_before else -1)
+                    free -= state[layer]
+                    where[layer] = order[place]
+            yield tuple(where)
