@@ -27,7 +27,7 @@ from placer.executor.generation.operation_trace import (
     filled,
     tensors_of,
 )
-from placer.executor.state.resting.resting_replay import Action, RestingReplay
+from placer.executor.state.resting.resting_replay import Action, RestingReplay, link
 
 
 @dataclass
@@ -42,7 +42,6 @@ class Piece:
         work: runs the operations otherwise, with the values by number; None to run them one by one.
         replay: runs the operations; a recording's replay on a GPU.
         resting: copies the weights that rest on the host; None if the piece reads none.
-        next: the next piece on the device that reads such weights; None without one.
     """
 
     device: torch.device
@@ -52,7 +51,6 @@ class Piece:
     work: Callable[[dict[int, Tensor]], None] | None = None
     replay: Callable[[], None] | None = None
     resting: RestingReplay | None = None
-    next: Piece | None = None
 
 
 class TraceReplay:
@@ -146,8 +144,6 @@ class TraceReplay:
                 piece.replay()
             if piece.resting is not None:
                 piece.resting.end()
-                if piece.next is not None and piece.next.resting is not None:
-                    piece.next.resting.begin()
 
     def value(self, number: int) -> Tensor:
         """Return a value of the latest pass; the next one overwrites it."""
@@ -205,19 +201,15 @@ def _run_operation(operation: Operation, values: MutableMapping[int, Tensor]) ->
 
 def _with_resting(pieces: Iterable[Piece]) -> list[RestingReplay]:
     """Let pieces copy the weights that rest on the host; return the first of each device."""
-    latest: dict[torch.device, Piece] = {}
-    first = []
+    by_device: defaultdict[torch.device, list[RestingReplay]] = defaultdict(list)
     for piece in pieces:
         actions = [one.function for one in piece.operations if isinstance(one.function, Action)]
-        if not actions:
-            continue
-        piece.resting = RestingReplay(actions)
-        if piece.device in latest:
-            latest[piece.device].next = piece
-        else:
-            first.append(piece.resting)
-        latest[piece.device] = piece
-    return first
+        if actions:
+            piece.resting = RestingReplay(actions)
+            by_device[piece.device].append(piece.resting)
+    for own in by_device.values():
+        link(own)
+    return [own[0] for own in by_device.values()]
 
 
 def _run_later(replay: TraceReplay, piece: Piece) -> Callable[[], None]:
