@@ -4,8 +4,10 @@
     pieces:   level 0, cuda:0   level 1, cuda:1   level 2, cuda:0
 
 A piece is a maximal run of operations of one device that need nothing of a later piece. On a GPU it
-is one CUDA graph. A CPU stand-in runs its operations one by one, from the trace and without the
-model's code, so that it repeats what a graph would.
+is one CUDA graph. A CPU runs its operations one by one, from the trace and without the model's
+code, so that it repeats what a graph would. The host waits for a GPU only if a piece of the CPU
+needs its values, and for the stream of the pieces alone: weights that rest on the host are copied
+meanwhile.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ class TraceReplay:
         return bool(values[guard.number].item() == guard.value)
 
     def run(self) -> None:
-        """Run the pass; the host does not wait for the devices."""
+        """Run the pass; the host waits for a device only if a layer on the CPU needs its values."""
         with self._slots_locked():
             self._run()
 
@@ -153,7 +155,7 @@ class TraceReplay:
         source, target = arrival.reads[0], arrival.makes[0]
         if arrival.writes:
             target, source = arrival.reads[:2]
-        devices.fill(self._values[target], self._values[source])
+        devices.fill(self._values[target], self._values[source], in_turn=True)
 
     def values(self) -> dict[int, Tensor]:
         """Return the values by number that are needed outside of a piece."""
