@@ -421,7 +421,7 @@ class _Search:
         return True
 
     def _value_ms(self, assignment: tuple[int, ...], resting: Resting) -> float:
-        """Return the mean latency of the passes; without resting layers, that of the mean pass."""
+        """Return the mean latency of the passes, or the mean pass's latency if nothing rests."""
         if not resting:
             return costs.latency_ms(self._problem, assignment)
         return sum(

@@ -60,7 +60,7 @@ MOST_PROGRAMS = 8
 """Linear programs, each with another size of the largest layer that rests."""
 
 SLACK = 1e-6
-"""Relative error of a linear program's value, by which the bound is lowered."""
+"""Relative error of a linear program's value, which the bound leaves out."""
 
 STAY, CPU = "stay", "cpu"
 
