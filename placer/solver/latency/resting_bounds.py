@@ -22,7 +22,7 @@ shortest times on an accelerator and on a CPU. For each s, a linear program has 
 the times T of the passes::
 
     time(l)                         = (stay(l) + host(l) + disk(l)) g(l) + cpu(l) c(l)
-    end(l)                         >= end(k) + time(l)     for each layer k that l reads
+    end(l)                         >= end(k) + time(l), for each layer k that l reads
     T                              >= end(l)
     sum of (1 - cpu(l)) g(l)       <= accelerators * T
     sum of cpu(l) c(l)             <= CPUs * T
@@ -58,6 +58,9 @@ Passes = Sequence[tuple[float, Problem]]
 
 MOST_PROGRAMS = 8
 """Linear programs, each with another size of the largest layer that rests."""
+
+MOST_LAYERS = 1600
+"""Layers of all programs together, which take about 0.2 ms each to state."""
 
 SLACK = 1e-6
 """Relative error of a linear program's value, which the bound leaves out."""
@@ -136,19 +139,19 @@ def beside_cpus_ms(rules: RestingRules, passes: Passes, limit_s: float) -> float
     Args:
         rules: where parameters may rest, of the mean pass.
         passes: of which the placement has the least mean time.
-        limit_s: seconds for all programs.
+        limit_s: seconds for each program, which takes milliseconds mostly.
     """
     sizes = sorted({rules.sizes[layer] for layer in rules.layers})
-    steps = min(len(sizes), MOST_PROGRAMS)
+    steps = min(len(sizes), MOST_PROGRAMS, max(1, MOST_LAYERS // len(rules.sizes)))
     # each program covers the sizes above the last one's largest layer
     ends = [len(sizes) * step // steps for step in range(steps + 1)] if steps else [0]
-    each_s = limit_s / (1 + steps)
     # Without layers that rest, the objective is the latency of the mean pass.
-    values = [_Program(rules, [(1.0, rules.problem)], None).least_ms(each_s)]
-    for first, end in itertools.pairwise(ends):
-        program = _Program(rules, passes, (sizes[first], sizes[end - 1]))
-        values.append(program.least_ms(each_s))
-    least = min(values)
+    programs = [_Program(rules, [(1.0, rules.problem)], None)]
+    programs += [
+        _Program(rules, passes, (sizes[first], sizes[end - 1]))
+        for first, end in itertools.pairwise(ends)
+    ]
+    least = min(program.least_ms(limit_s) for program in programs)
     return 0.0 if least == inf else least * (1 - SLACK)
 
 
@@ -176,8 +179,7 @@ class _Program:
         status = self._solver.Solve()
         if status == self._solver.INFEASIBLE:
             return inf
-        found: float = self._solver.Objective().Value()
-        return found if status == self._solver.OPTIMAL else 0.0
+        return float(self._solver.Objective().Value()) if status == self._solver.OPTIMAL else 0.0
 
     def _parts_of(self, layer: int, largest: tuple[int, int] | None) -> dict[str, Any]:
         """Return the parts of a layer by where its parameters are."""
@@ -232,12 +234,20 @@ class _Program:
         whole = solver.NumVar(0, solver.infinity(), "")
         there = self._times(_fastest(problem, rules.others), STAY, *rules.limits)
         beside = self._times(_fastest(problem, rules.cpus), CPU)
-        ends = [solver.NumVar(0, solver.infinity(), "") for _ in self._parts]
-        for layer, end in enumerate(ends):
-            solver.Add(end >= there[layer] + beside[layer])
+        both = [one + other for one, other in zip(there, beside, strict=True)]
+        arcs = sorted(set(arcs_of(problem.values)))
+        row_of = _rows(len(both), arcs)
+        ends = [solver.NumVar(0, solver.infinity(), "") for _ in range(1 + max(row_of))]
+        time_ms = [
+            solver.Sum([both[layer] for layer, own in enumerate(row_of) if own == row])
+            for row in range(len(ends))
+        ]
+        for end, own_ms in zip(ends, time_ms, strict=True):
+            solver.Add(end >= own_ms)
             solver.Add(whole >= end)
-        for source, reader in arcs_of(problem.values):
-            solver.Add(ends[reader] >= ends[source] + there[reader] + beside[reader])
+        for source, reader in ((row_of[one], row_of[other]) for one, other in arcs):
+            if source != reader:
+                solver.Add(ends[reader] >= ends[source] + time_ms[reader])
         solver.Add(solver.Sum(there) <= len(rules.others) * whole)
         solver.Add(solver.Sum(beside) <= len(rules.cpus) * whole)
         copies = [
@@ -269,6 +279,29 @@ class _Program:
             if device in problem.allowed[layer]
             for resting in choices
         )
+
+
+def _rows(count: int, arcs: Sequence[tuple[int, int]]) -> list[int]:
+    """Return, by layer, its row: layers that follow one another without a branch.
+
+    Args:
+        count: of the layers.
+        arcs: pairs of a layer and a later one that reads its value, each once.
+    """
+    sources: list[list[int]] = [[] for _ in range(count)]
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for source, reader in arcs:
+        sources[reader].append(source)
+        readers[source].append(reader)
+    rows: list[int] = []
+    number = 0
+    for own in sources:
+        if len(own) == 1 and len(readers[own[0]]) == 1:
+            rows.append(rows[own[0]])
+        else:
+            rows.append(number)
+            number += 1
+    return rows
 
 
 def _fastest(problem: Problem, among: Sequence[int]) -> list[float]:
