@@ -93,7 +93,11 @@ def drawn(seed: int, count: int, accelerators: int = 1) -> PlacementRequest:
         cluster=cluster(accelerators, memory, host_memory, draw.choice((3e5, 1e6, 3e6)), disk),
         host_memory_bytes=draw.choice((sum(sizes) // 3, 10**6)),
         disk_bytes=10**6 if disk else None,
-        constraints=Constraints(contiguous=draw.choice((None, None, False, True))),
+        constraints=Constraints(
+            contiguous=draw.choice((None, None, False, True)),
+            colocated=draw.choice(((), (("a", "d"),))),
+            forbidden=draw.choice(({}, {"b": (CPU,)}, {"c": ("cuda:0",)})),
+        ),
         **fields,
     )
 
@@ -143,6 +147,11 @@ def choices(asked: PlacementRequest) -> Iterator[Choice]:
         if asked.constraints.contiguous and len(set(runs)) < len(runs):
             continue
         where = dict(zip(names, chosen, strict=True))
+        rules = asked.constraints
+        if any(len({where[name] for name in group}) > 1 for group in rules.colocated):
+            continue
+        if any(where[name] in banned for name, banned in rules.forbidden.items()):
+            continue
         own = {
             device.name: [layer for layer in held.layers if where[layer.name] == device.name]
             for device in asked.devices
