@@ -195,7 +195,9 @@ def test_the_search_is_near_the_best_and_its_bound_below(seed, monkeypatch):
         return
     assert found.objective_value is not None and found.bound is not None
     assert found.bound <= expected * (1 + 1e-9)
-    assert expected * (1 - 1e-9) <= found.objective_value <= 1.3 * expected
+    # With a third place, a slow disk, moves of single layers end further from the best.
+    most = 2.5 if asked.disk_bytes else 1.3
+    assert expected * (1 - 1e-9) <= found.objective_value <= most * expected
 
 
 @pytest.mark.parametrize("seed", SEEDS)
