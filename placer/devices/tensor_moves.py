@@ -155,21 +155,29 @@ def staged(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def fill(target: Tensor, source: Tensor) -> None:
+def fill(target: Tensor, source: Tensor, *, in_turn: bool = False) -> None:
     """Copy into a tensor on any device, through the host where the route requires it.
 
     Wait only if the target is in host memory.
+
+    Args:
+        target: changed.
+        source: of the same shape.
+        in_turn: whether this thread's stream has made the source. Then a copy to the host waits for
+            this stream alone, while copies of weights go on in others.
     """
     if not is_plain(target):
         for inner, given in zip(own_parts(target), own_parts(source), strict=True):
-            fill(inner, given)
+            fill(inner, given, in_turn=in_turn)
         return
     here, there = location(source), location(target)
     if has_detour(here, there):
         source, here = _copy_straight(source, HOST), HOST
     write(source, target, here, there)
     # the host may read the target right after this call
-    if there.type == CPU:
+    if there.type == CPU and here.type == "cuda" and in_turn:
+        torch.cuda.current_stream(here).synchronize()
+    elif there.type == CPU:
         synchronise(here)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from placer import devices
 from placer.capture.batch_dims.batch_layout import Part
 from placer.capture.expert_stacks import stacks_in
 from placer.capture.hook_path.device_alignment import Alignment, BorrowedWeights, ModuleHooks
@@ -38,6 +39,7 @@ class HookPath:
 
     Attributes:
         resting: the weights that rest on the host; None without any.
+        computes_on_host: whether a module that needs hooks is on the CPU, in the latest pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,6 +47,7 @@ class HookPath:
         self._by_thread: dict[int, Alignment] = {}
         self._hooks: ModuleHooks | None = None
         self.resting: RestingWeights | None = None
+        self.computes_on_host = False
         self._changing = Lock()
         self._running: set[int] = set()
         self._thread_again = 0
@@ -202,7 +205,11 @@ class HookPath:
         with self._changing:
             if self._hooks is None:
                 assert assignment is not None
-                self._hooks = ModuleHooks(self._places(assignment), self._borrowed)
+                places = self._places(assignment)
+                self._hooks = ModuleHooks(places, self._borrowed)
+                self.computes_on_host = any(
+                    devices.same(place, devices.HOST) for place in places.values()
+                )
             self._hooks.alignments[thread] = self._by_thread[thread] = alignment
         try:
             yield

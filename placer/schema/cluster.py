@@ -56,6 +56,15 @@ class Device(Wire):
         """Return the bytes that a placement may use."""
         return self.memory_bytes - self.reserve_bytes
 
+    @property
+    def is_host(self) -> bool:
+        """Return whether it is the CPU of its host, whose memory is the host's.
+
+        A CPU stand-in with ``from_host`` copies parameters as an accelerator does.
+        """
+        kind = self.name.rpartition("/")[2].partition(":")[0]
+        return kind == "cpu" and self.from_host is None
+
     @model_validator(mode="after")
     def _limit_above_reserve(self) -> Self:
         if self.memory_bytes < self.reserve_bytes:

@@ -100,8 +100,9 @@ class Constraints(Wire):
     over devices is acyclic. None: contiguous, unless a group of colocated layers would then pull
     the whole model onto one device, as tied embeddings do. In that case, all other layers are
     contiguous under objective ``throughput`` if that fits into memory, and otherwise the placement
-    is free. Pins do not end contiguity: the layers between two layers that are pinned to one device
-    are on that device, too."""
+    is free. It is also free where parameters may rest on a host whose CPU is one of the devices.
+    Pins do not end contiguity: the layers between two layers that are pinned to one device are on
+    that device, too."""
 
     recompute: Recompute | Annotated[dict[Name, Recompute], IN_ORDER] = "never"
     """Where memory would not suffice otherwise, keep less and compute forward passes twice.
@@ -262,7 +263,9 @@ class SolveOptions(Wire):
 
     Where no placement fits otherwise, parameters of some layers rest in pinned host memory, and
     each pass copies them to the layer's device. Objectives ``latency`` and ``generation`` use it,
-    for inference with one sequence in flight. None: no parameters rest there."""
+    for inference with one sequence in flight. If the CPU of the host is one of the devices, it
+    computes layers where that is quicker, and its memory also holds what rests. None: no parameters
+    rest there."""
 
     disk_bytes: Size | None = None
     """The disk space in which parameters may rest, in bytes or as ``"24GiB"``.

@@ -281,6 +281,14 @@ class PlacementRequest(SolveOptions, Question):
         """Return whether parameters may rest on the host or on its disk."""
         return self.host_memory_bytes is not None or self.disk_bytes is not None
 
+    @property
+    def computes_on_host(self) -> bool:
+        """Return whether layers may be computed by the CPU of a host where parameters may rest."""
+        copying = {device.host for device in self.devices if device.from_host is not None}
+        return self.may_rest and any(
+            device.is_host and device.host in copying for device in self.devices
+        )
+
     def _check_resting(self) -> None:
         """Check that parameters may rest under the objective and the other options."""
         if not self.may_rest:

@@ -534,25 +534,8 @@ def latency_ms(
         resting: where the parameters of layers rest; nowhere in training.
     """
     count = len(problem.layers)
-    forwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
-    backwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
-    for value in problem.values:
-        source = assignment[value.source]
-        for reader in value.readers:
-            target = assignment[reader]
-            apart = source != target
-            forwards[reader].append(
-                (value.source, problem.send_ms(value, source, target) if apart else 0.0)
-            )
-            if value.gradient_bytes:
-                backwards[value.source].append(
-                    (reader, problem.gradient_ms(value, source, target) if apart else 0.0)
-                )
-    is_chosen = _are_chosen(problem, resting)
-    copies = {
-        layer: _copy(problem, layer, assignment[layer], at, is_chosen)
-        for layer, at in resting.items()
-    }
+    forwards, backwards = _delays(problem, assignment)
+    copies = _copies(problem, assignment, resting)
     total = _makespan(range(count), assignment, problem.forward_ms, forwards, copies)
     # The loss is behind the last layer, so no backward pass begins before the forward pass ends.
     if problem.training:
@@ -569,24 +552,53 @@ def latency_ms(
     return total
 
 
-def stage_ms(problem: Problem, layers: Sequence[int], device: int, resting: Resting) -> float:
-    """Return the time of layers on a device in inference, with copies, once all inputs are there.
+def _delays(
+    problem: Problem, assignment: Assignment
+) -> tuple[list[list[tuple[int, float]]], list[list[tuple[int, float]]]]:
+    """Return, by layer, what it waits for: pairs of a layer and the time of a value from there.
+
+    The first list is of the forward pass, the second one of gradients in the backward pass.
+    """
+    forwards: list[list[tuple[int, float]]] = [[] for _ in problem.layers]
+    backwards: list[list[tuple[int, float]]] = [[] for _ in problem.layers]
+    for value in problem.values:
+        source = assignment[value.source]
+        for reader in value.readers:
+            target = assignment[reader]
+            apart = source != target
+            forwards[reader].append(
+                (value.source, problem.send_ms(value, source, target) if apart else 0.0)
+            )
+            if value.gradient_bytes:
+                backwards[value.source].append(
+                    (reader, problem.gradient_ms(value, source, target) if apart else 0.0)
+                )
+    return forwards, backwards
+
+
+def _copies(problem: Problem, assignment: Assignment, resting: Resting) -> dict[int, HostCopy]:
+    """Return the times of the copies of each layer whose parameters rest."""
+    is_chosen = _are_chosen(problem, resting)
+    return {
+        layer: _copy(problem, layer, assignment[layer], at, is_chosen)
+        for layer, at in resting.items()
+    }
+
+
+def layer_ms(problem: Problem, assignment: Assignment, resting: Resting) -> list[float]:
+    """Return by layer, in inference, the time to its finish since its device and inputs were ready.
+
+    It has the forward pass, and what the layer waits for copies of its parameters.
 
     Args:
         problem: the placement problem.
-        layers: in execution order.
-        device: of the layers.
+        assignment: by layer, its device.
         resting: where the parameters of layers rest.
     """
-    times = [[problem.forward_ms[layer][device]] for layer in layers]
-    is_chosen = _are_chosen(problem, resting)
-    copies = {
-        place: _copy(problem, layer, device, resting[layer], is_chosen)
-        for place, layer in enumerate(layers)
-        if layer in resting
-    }
-    order = range(len(layers))
-    return _makespan(order, [0] * len(order), times, [[] for _ in order], copies)
+    inputs, _ = _delays(problem, assignment)
+    order, copies = range(len(problem.layers)), _copies(problem, assignment, resting)
+    spans = _spans(order, assignment, problem.forward_ms, inputs, copies)
+    return [end_ms - start_ms for start_ms, end_ms in spans]
 
 
 def copying_ms(problem: Problem, layers: Sequence[int], device: int, resting: Resting) -> float:
@@ -637,16 +649,27 @@ def _makespan(
     inputs: Sequence[Sequence[tuple[int, float]]],
     copies: Mapping[int, HostCopy] = MappingProxyType({}),
 ) -> float:
-    """Return the last finish of layers that run in this order.
+    """Return the last finish; the arguments are as for ``_spans``."""
+    return max(end_ms for _, end_ms in _spans(order, assignment, time_ms, inputs, copies))
+
+
+def _spans(
+    order: Sequence[int],
+    assignment: Assignment,
+    time_ms: Sequence[Sequence[float]],
+    inputs: Sequence[Sequence[tuple[int, float]]],
+    copies: Mapping[int, HostCopy] = MappingProxyType({}),
+) -> list[tuple[float, float]]:
+    """Return by layer when its device and its inputs are ready, and its finish.
 
     Args:
-        order: the layers.
+        order: the layers, as they run.
         assignment: by layer, its device.
         time_ms: by layer and device.
         inputs: by layer, pairs of a layer waited for and a delay.
         copies: of each layer whose parameters rest.
     """
-    finish = [0.0] * len(order)
+    spans = [(0.0, 0.0)] * len(order)
     free: dict[int, float] = {}
     copied: defaultdict[int, list[HostCopy]] = defaultdict(list)
     for layer in order:
@@ -656,13 +679,14 @@ def _makespan(
     for layer in order:
         device = assignment[layer]
         start = max(
-            [free.get(device, 0.0), *(finish[source] + delay for source, delay in inputs[layer])]
+            [free.get(device, 0.0), *(spans[source][1] + delay for source, delay in inputs[layer])]
         )
         forward_ms = time_ms[layer][device]
-        finish[layer] = free[device] = (
+        free[device] = (
             links[device].run(start, forward_ms) if layer in copies else start + forward_ms
         )
-    return max(finish)
+        spans[layer] = start, free[device]
+    return spans
 
 
 def _objective(

@@ -559,6 +559,9 @@ def _contiguous(
 ) -> bool:
     """Return the required contiguity; by default true, unless colocation pulls the model together.
 
+    It is also false where layers may be computed on the host that copies parameters to devices:
+    there, copies run while the host computes, if its layers are between layers that are copied.
+
     Contiguity makes one layer of every strongly connected component of the layer graph with its
     groups joined. If such a component pulls in half or more of the layers outside its groups, as
     tied embeddings do, the placement is free. Pins never make it free: a pinned request must not
@@ -566,6 +569,8 @@ def _contiguous(
     """
     if request.constraints.contiguous is not None:
         return request.constraints.contiguous
+    if request.computes_on_host:
+        return False
     grouped = {layer for group in colocated for layer in group}
     if not grouped:
         return True

@@ -123,7 +123,7 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     Exchanges of replicas are a part of the optimizer. Of equal pipelines the timeline shows the
     first one. Where stages have different numbers of replicas, it shows every device, and units in
     place of micro-batches. Of objective ``generation`` it shows a mean pass. Where parameters rest
-    on the host, a pass has their copies in it, which begin with the pass here.
+    on the host, a pass takes as long as the first micro-batch, with its waits for their copies.
 
     Args:
         request: Request that the placement answers.
@@ -250,17 +250,11 @@ def _with_copies(
     from placer.solver import costs, pipelines
 
     stage_of, places = pipelines.staged(problem, assignment, stages)
+    forward_ms = [0.0] * len(places)
     resting = problem.by_number(placement.resting)
-    forward_ms = tuple(
-        costs.stage_ms(
-            problem,
-            [layer for layer, own in enumerate(stage_of) if own == stage],
-            place,
-            resting,
-        )
-        for stage, place in enumerate(places)
-    )
-    return replace(pipeline, forward_ms=forward_ms)
+    for stage, own_ms in zip(stage_of, costs.layer_ms(problem, assignment, resting), strict=True):
+        forward_ms[stage] += own_ms
+    return replace(pipeline, forward_ms=tuple(forward_ms))
 
 
 def _evaluated(

@@ -75,7 +75,7 @@ class Recording:
         args, kwargs = self.structure.unflatten(self.inputs)
         kwargs[call.name] = self.copy.cache
         before = _random_states()
-        tracer = OperationTrace()
+        tracer = OperationTrace(hooks.computes_on_host)
         try:
             with tracer, hooks.noted(tracer.note_action):
                 result = hooks.run_model(args, kwargs)

@@ -16,37 +16,37 @@ alone, and they are spread evenly over a device's layers: then copies run while 
 them compute. Of these layers, those that do not fit ``host_memory_bytes`` are on the disk, spread
 evenly in turn. Small requests are enumerated instead.
 
-**Bound**. A pass takes no less than its layers compute, and no less than its copies, the last of
-which a layer waits for. What exceeds the memory of all hosts comes from a disk, and a byte from
-there takes a device at least r times as long. A mean pass has the mean times of several::
+A host's CPU may be a device, too. Then a layer whose parameters fit no accelerator is computed on
+the CPU or copied, whichever makes the passes shorter, and the usual search alone does not decide:
+its placement is one of those that are compared.
 
-    bytes(s) = the least sum of parameters of layers of at most s bytes, one of them with s,
-               that is at least  all state + 2 s - memory of all devices
-    disk(s)  = max(0, bytes(s) - host_memory_bytes * number of hosts)
-    r        = min over devices of  bandwidth from the host / smaller one of it and the disk's
-    q        = min over layers of  part of their parameters that a pass copies: below 1 only if the
-               experts of all layers together are enough for copies of chosen experts alone
-    bound    = max(bound of the latency without memory limits,
-                   min over s of q (bytes(s) + (r - 1) disk(s)) / sum of the devices' bandwidths
-                   + shortest layer)
+``resting_bounds.py`` has the lower bounds.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 from time import monotonic
+from types import MappingProxyType
 
 from placer.schema import Device, Infeasibility, Placement, PlacementRequest
-from placer.schema.base import LARGEST_BYTES, Tier, copies_chosen_experts
+from placer.schema.base import LARGEST_BYTES, Tier
 from placer.solver import answer, costs
 from placer.solver.bounds import simple_bounds
 from placer.solver.costs import Resting
-from placer.solver.latency.resting_layers import evenly, least_sum, may_rest, readers_of
+from placer.solver.latency import resting_bounds
+from placer.solver.latency.resting_layers import (
+    RestingRules,
+    evenly,
+    filled,
+    parts,
+    shifted,
+    units_of,
+)
 from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import reduced
 from placer.utils.units import bytes_text
@@ -58,6 +58,9 @@ WeightedPass = tuple[float, PlacementRequest]
 NOTHING_RESTS = {"host_memory_bytes": None, "disk_bytes": None}
 """Fields of a request in which nothing may rest."""
 
+NOTHING: Resting = MappingProxyType({})
+"""The resting parameters of the answer of the search without any."""
+
 FEW = 5_000
 """Assignments with sets of resting layers up to which all are tried."""
 
@@ -67,8 +70,14 @@ FACTORS = (1.1, 1.5, 3.0)
 MOST_ALONE = 8
 """Devices that get additional memory alone."""
 
+BOUND_SHARE = 0.1
+"""Share of the remaining time for the linear programs of the bound."""
+
 SHARE = 0.6
 """Share of the remaining time for the search with additional memory."""
+
+CPU_PARTS = 16
+"""Numbers of bytes that are tried on a host's CPU."""
 
 MOST_SIZES = 16
 """Sizes of the largest resting layer that are tried for a device."""
@@ -95,22 +104,34 @@ def solved(
     header = {"id": request.content_hash()}
     # The other half is for resting parameters, should the usual search find nothing.
     limit_s = {"time_limit_s": 0.5 * request.time_limit_s}
-    plain = request.model_copy(update=NOTHING_RESTS)
+    plain = _without_resting(request)
     found = solve(plain.model_copy(update=limit_s)).model_copy(update=header)
-    if found.layer_devices:
-        return found
     search = _Search(request, solve, began, stop, passes or [(1.0, request)])
+    # On the CPU of a host, layers take long: copies to a device may make the pass shorter.
+    if found.layer_devices and not search.uses_cpus(found):
+        return found
     if not search.copying:
         return _without(found, _unmeasured(request))
+    if found.layer_devices:
+        search.start(found)
     search.run(is_needed=found.status == "infeasible")
     if search.best is not None:
-        return search.placement()
+        return search.placement(found)
     # Nothing was found, but nothing proves that no placement with resting parameters exists.
     if not search.is_impossible:
         return found.model_copy(update={"status": "unknown", "infeasible": None, "bound": 0.0})
     limits = {"host memory": request.host_memory_bytes, "disk space": request.disk_bytes}
     given = [f"{bytes_text(size)} of {name}" for name, size in limits.items() if size is not None]
     return _without(found, f"{' and '.join(given)} for parameters do not suffice either")
+
+
+def _without_resting(request: PlacementRequest) -> PlacementRequest:
+    """Return the request in which nothing rests, for placements of the same kind otherwise."""
+    changed: dict[str, object] = {**NOTHING_RESTS}
+    rules = request.constraints
+    if rules.contiguous is None and request.computes_on_host:
+        changed["constraints"] = rules.model_copy(update={"contiguous": False})
+    return request.model_copy(update=changed)
 
 
 def _unmeasured(request: PlacementRequest) -> str:
@@ -171,19 +192,14 @@ class _Search:
     ) -> None:
         self._passes = [(share, Problem.from_request(asked)) for share, asked in passes]
         self._request, self._solve, self._stop, self._began = request, solve, stop, began
+        self._limit_s = request.time_limit_s
         self._problem = Problem.from_request(request)
         ample = [_with_memory(device, LARGEST_BYTES) for device in self._problem.devices]
         self._ample = replace(self._problem, devices=tuple(ample))
-        self._sizes = [layer.param_bytes for layer in self._problem.layers]
-        self._may_rest = may_rest(self._problem)
-        limits: dict[Tier, int | None] = {
-            "host": request.host_memory_bytes,
-            "disk": request.disk_bytes,
-        }
-        self._limits = {tier: limit for tier, limit in limits.items() if limit is not None}
-        self._from = {tier: readers_of(self._problem.devices, tier) for tier in self._limits}
+        self._rules = RestingRules(request, self._problem)
+        self._sizes, self._may_rest = self._rules.sizes, self._rules.layers
         self._known: dict[tuple[int, ...], list[int] | None] = {}
-        self.copying = sorted(frozenset[int]().union(*self._from.values()))
+        self.copying = self._rules.copying
         self.best: _Found | None = None
         self.bound_ms = 0.0
         self.is_impossible = False
@@ -198,22 +214,60 @@ class _Search:
         self.bound_ms = self._bound_ms(is_needed)
         if self.is_impossible:
             return
-        count = len(self._problem.devices) ** len(self._sizes)
-        count *= (1 + len(self._limits)) ** len(self._may_rest)
-        if count <= FEW:
+        if prod(len(self._places(layer)) for layer in range(len(self._sizes))) <= FEW:
             self._enumerate()
             self.is_impossible = self.best is None
             return
-        for assignment in itertools.chain(self._filled(), self._assignments()):
+        copied = self._without_cpus() if self._rules.cpus else None
+        for assignment in itertools.chain(
+            self._beside_cpus(),
+            filled(self._rules, range(len(self._problem.devices))),
+            self._assignments(),
+        ):
             self._offer(assignment)
             for moved in self._with_moved_borders(assignment) if self.best is None else ():
                 self._offer(moved)
         self._improve()
+        if copied is not None and (self.best is None or copied.value_ms < self.best.value_ms):
+            self.best = copied
 
-    def placement(self) -> Placement:
-        """Return the best placement."""
+    def _without_cpus(self) -> _Found | None:
+        """Return the best that moves find from assignments without layers on CPUs.
+
+        It may be another local optimum than the best that they find from other assignments.
+        """
+        before, self.best = self.best, None
+        self._limit_s -= 0.5 * self._left_s()
+        for base in filled(self._rules, self._rules.others):
+            self._offer(base)
+        self._improve()
+        self._limit_s = self._request.time_limit_s
+        found, self.best = self.best, before
+        return found
+
+    def uses_cpus(self, found: Placement) -> bool:
+        """Return whether a placement has layers on the CPUs of hosts that others copy from."""
+        names = {self._problem.devices[cpu].name for cpu in self._rules.cpus}
+        return not names.isdisjoint(found.layer_devices.values())
+
+    def start(self, found: Placement) -> None:
+        """Take a placement without resting parameters as the best so far."""
+        assignment = tuple(self._problem.assignment_of(found.layer_devices))
+        self.best = _Found(assignment, NOTHING, self._value_ms(assignment, NOTHING))
+
+    def placement(self, plain: Placement) -> Placement:
+        """Return the best placement.
+
+        Args:
+            plain: the answer of the search without resting parameters.
+        """
         best = self.best
         assert best is not None
+        if best.resting is NOTHING:
+            assert plain.objective_value is not None
+            proof = answer.proof(plain.objective_value, self.bound_ms)
+            time_s = monotonic() - self._began
+            return plain.model_copy(update={**proof, "solve_time_s": time_s})
         problem, layers = self._problem, self._problem.layers
         result = costs.costs_of(problem, best.assignment)
         valued = replace(result, objective_value=best.value_ms)
@@ -223,7 +277,7 @@ class _Search:
         for number, load in enumerate(found.devices):
             own = [layer for layer in best.resting if best.assignment[layer] == number]
             total = sum(self._sizes[layer] for layer in own)
-            kept = load.memory.param_bytes - total + self._buffer_bytes(own)
+            kept = load.memory.param_bytes - total + self._rules.buffer_bytes(own)
             devices.append(
                 load.model_copy(
                     update={
@@ -244,117 +298,64 @@ class _Search:
     def _bound_ms(self, is_needed: bool) -> float:
         """Return a lower bound; note if nothing can fit."""
         computing = simple_bounds.lower_bound(self._ample, reduced(self._ample))
-        devices = self._problem.devices
-        allowed = {
-            tier: limit * len({devices[number].host for number in self._from[tier]})
-            for tier, limit in self._limits.items()
-        }
-        least = self._least_resting(sum(allowed.values()))
+        least = resting_bounds.needed_bytes(self._rules)
         self.is_impossible = is_needed and least == inf
+        bound = computing
+        if self._rules.cpus and not self.is_impossible:
+            limit_s = BOUND_SHARE * self._left_s()
+            found = resting_bounds.beside_cpus_ms(self._rules, self._passes, limit_s)
+            bound = max(bound, found)
         # Unless it is proven that something must rest, a placement without copies may exist.
-        if least == inf or not is_needed:
-            return computing
-        return max(computing, self._copying_ms(least, allowed.get("host", 0)))
-
-    def _least_resting(self, most: int) -> float:
-        """Return the least bytes that must rest; infinite if they are over ``most``.
-
-        Of ``bytes(s)`` of the module's docstring, at least ``short + 2 s`` must rest, of which the
-        largest layer itself is s.
-        """
-        sizes = sorted(self._sizes[layer] for layer in self._may_rest)
-        totals = []
-        for largest in sorted(set(sizes)):
-            others = [size for size in sizes if size <= largest]
-            others.remove(largest)
-            totals.append(largest + least_sum(others, self._short_bytes + largest))
-        return min((total for total in totals if total <= most), default=inf)
-
-    def _copying_ms(self, resting: float, on_hosts: int) -> float:
-        """Return a bound on a pass that copies so many bytes, with ``r`` of the docstring.
-
-        Args:
-            resting: the bytes to copy.
-            on_hosts: the bytes that all hosts' memory may hold.
-        """
-        shortest = min(
-            self._problem.forward_ms[layer][device]
-            for layer in self._may_rest
-            for device in self.copying
-        )
-        slower = min(
-            (self._bandwidth(one, "host") / self._bandwidth(one, "disk") for one in self._on_disk),
-            default=1.0,
-        )
-        copied = self._copied_share() * (resting + (slower - 1) * max(0, resting - on_hosts))
-        rate = sum(self._bandwidth(device, "host") for device in self.copying)
-        return 1e3 * copied / rate + shortest
-
-    def _copied_share(self) -> float:
-        """Return the least part of a layer that a pass copies, ``q`` of the module's docstring."""
-        layers = [self._problem.layers[layer] for layer in self._may_rest]
-        if not copies_chosen_experts(sum(layer.expert_bytes for layer in layers)):
-            return 1.0
-        return min(
-            1 - (1 - layer.expert_share) * layer.expert_bytes / layer.param_bytes
-            for layer in layers
-        )
-
-    @property
-    def _short_bytes(self) -> int:
-        """The bytes of all parameters and buffers beyond the devices' memory; negative if less."""
-        state = sum(layer.param_bytes + layer.buffer_bytes for layer in self._problem.layers)
-        return state - sum(device.usable_bytes for device in self._problem.devices)
-
-    @property
-    def _on_disk(self) -> frozenset[int]:
-        """Return the devices that can copy parameters from a disk."""
-        return self._from.get("disk", frozenset())
+        if least < inf and is_needed:
+            bound = max(bound, resting_bounds.copying_ms(self._rules, least))
+        return bound
 
     # Assignments
 
     def _enumerate(self) -> None:
         """Try every assignment with every choice of resting layers."""
         self._method = "enumeration"
-        tiers: tuple[Tier | None, ...] = (None, *self._limits)
-        # Of equally short passes the first one stays: with little on the disk, and few layers that
-        # rest.
-        choices = sorted(
-            itertools.product(tiers, repeat=len(self._may_rest)),
-            key=lambda choice: (choice.count("disk"), choice.count("host")),
-        )
-        count = len(self._problem.devices)
-        for assignment in itertools.product(range(count), repeat=len(self._sizes)):
+        places = [self._places(layer) for layer in range(len(self._sizes))]
+        for assignment in itertools.product(*(dict.fromkeys(d for d, _ in one) for one in places)):
             if self._needs(assignment) is None:
                 continue
-            for choice in choices:
-                rests = zip(self._may_rest, choice, strict=True)
+            tiers = [
+                [tier for device, tier in one if device == own]
+                for one, own in zip(places, assignment, strict=True)
+            ]
+            # Of equally short passes the first one stays: with little on the disk, and few layers
+            # that rest.
+            for choice in sorted(
+                itertools.product(*tiers), key=lambda one: (one.count("disk"), one.count("host"))
+            ):
+                rests = enumerate(choice)
                 self._take(assignment, {layer: tier for layer, tier in rests if tier is not None})
         if self.best is not None and not self._is_over():
             self.bound_ms = self.best.value_ms
 
-    def _filled(self) -> Iterator[tuple[int, ...]]:
-        """Yield assignments with one device that copies, and others full of what stays there.
+    def _places(self, layer: int) -> list[tuple[int, Tier | None]]:
+        """Return the devices of a layer, each with every tier in which its parameters may rest."""
+        tiers = self._rules.readers.items() if layer in self._may_rest else ()
+        devices = range(len(self._problem.devices))
+        return [(device, None) for device in devices] + [
+            (device, tier) for tier, readers in tiers for device in readers
+        ]
 
-        Devices before it take the first layers, and devices behind it the last ones.
-        """
-        layers, devices = self._problem.layers, self._problem.devices
-        state = [layer.param_bytes + layer.buffer_bytes for layer in layers]
-        work = max(layer.forward_workspace_bytes for layer in layers)
-        work += max((value.held_bytes for value in self._problem.values), default=0)
-        rows = [*range(len(devices))]
-        by_rate = sorted(rows, key=lambda device: self._bandwidth(device, "host"))
-        for order in dict.fromkeys([tuple(rows), tuple(by_rate), tuple(reversed(by_rate))]):
-            for copying in range(len(order)):
-                where = [order[copying]] * len(layers)
-                left = [*range(len(layers))]
-                for place in (*range(copying), *range(len(order) - 1, copying, -1)):
-                    is_before = place < copying
-                    free = devices[order[place]].usable_bytes - work
-                    while left and state[left[0 if is_before else -1]] <= free:
-                        layer = left.pop(0 if is_before else -1)
-                        free -= state[layer]
-                        where[layer] = order[place]
+    def _beside_cpus(self) -> Iterator[tuple[int, ...]]:
+        """Yield assignments with few or many bytes on a host's CPU, and other layers as filled."""
+        units = units_of(self._problem)
+        sizes = [sum(self._sizes[layer] for layer in unit) for unit in units]
+        for base in (
+            dict.fromkeys(filled(self._rules, self._rules.others)) if self._rules.cpus else ()
+        ):
+            for cpu, chosen in itertools.product(
+                self._rules.cpus, parts(sizes, CPU_PARTS, self._problem.contiguous)
+            ):
+                if self._is_over():
+                    return
+                where = [*base]
+                for layer in itertools.chain(*(units[number] for number in chosen)):
+                    where[layer] = cpu
                 yield tuple(where)
 
     def _assignments(self) -> Iterator[tuple[int, ...]]:
@@ -369,11 +370,10 @@ class _Search:
             ]
             changed = {
                 "cluster": self._request.placed_on.model_copy(update={"devices": tuple(roomy)}),
-                **NOTHING_RESTS,
                 "explain": False,
                 "time_limit_s": max(0.01, SHARE * self._left_s() / (len(attempts) - number)),
             }
-            found = self._solve(self._request.model_copy(update=changed))
+            found = self._solve(_without_resting(self._request).model_copy(update=changed))
             if found.layer_devices:
                 yield tuple(map(names.index, found.layer_devices.values()))
 
@@ -382,20 +382,14 @@ class _Search:
         devices = range(len(self._problem.devices))
         state = sum(layer.param_bytes + layer.buffer_bytes for layer in self._problem.layers)
         # The two buffers for copies take memory too, in the worst case of the largest layer's size.
-        short = max(0, self._short_bytes) + 2 * max(self._sizes)
-        rates = [self._bandwidth(device, "host") for device in devices]
+        short = max(0, resting_bounds.short_bytes(self._rules)) + 2 * max(self._sizes)
+        rates = [self._rules.bandwidth(device, "host") for device in devices]
         attempts = [
             [int(factor * short * rate / sum(rates)) for rate in rates] for factor in FACTORS
         ]
         for alone in self.copying[:MOST_ALONE] if len(devices) > 1 else ():
             attempts.append([state * (device == alone) for device in devices])
         return attempts
-
-    def _bandwidth(self, device: int, tier: Tier) -> float:
-        """Return the bytes per second that a device copies from a tier; 0 if it copies nothing."""
-        one = self._problem.devices[device]
-        rates = [one.from_host] if tier == "host" else [one.from_host, one.from_disk]
-        return min(0.0 if rate is None else rate.bandwidth_bytes_per_s for rate in rates)
 
     def _needs(self, assignment: tuple[int, ...]) -> list[int] | None:
         """Return the missing bytes of each device; None if a requirement is broken."""
@@ -413,59 +407,27 @@ class _Search:
 
     # Resting layers
 
-    def _buffer_bytes(self, resting: Sequence[int]) -> int:
-        """Return the bytes of a device's two buffers for these layers."""
-        return 2 * max((self._sizes[layer] for layer in resting), default=0)
-
-    def _tiers(self, assignment: tuple[int, ...], resting: frozenset[int]) -> Resting | None:
-        """Return where layers rest: on the host as far as it has memory; None if too many must.
-
-        Args:
-            assignment: by layer, its device.
-            resting: the layers.
-        """
-        by_host: defaultdict[str, list[int]] = defaultdict(list)
-        for layer in sorted(resting):
-            by_host[self._problem.devices[assignment[layer]].host].append(layer)
-        tiers: dict[int, Tier] = dict.fromkeys(resting, "host")
-        for own in by_host.values():
-            excess = sum(self._sizes[layer] for layer in own) - self._limits.get("host", 0)
-            may_move = [layer for layer in own if assignment[layer] in self._on_disk]
-            moved = evenly(may_move, self._sizes, excess) if excess > 0 else frozenset[int]()
-            if moved is None:
-                return None
-            tiers.update(dict.fromkeys(moved, "disk"))
-        return tiers
-
     def _take(self, assignment: tuple[int, ...], resting: Resting) -> bool:
         """Keep an assignment with its resting layers if it fits and is better."""
         needs = self._needs(assignment)
         if needs is None:
             return False
-        own: defaultdict[int, list[int]] = defaultdict(list)
-        rested: Counter[tuple[str, Tier]] = Counter()
-        for layer, tier in resting.items():
-            device = assignment[layer]
-            own[device].append(layer)
-            rested[self._problem.devices[device].host, tier] += self._sizes[layer]
-            if device not in self._from[tier]:
-                return False
-        if any(size > self._limits[tier] for (_, tier), size in rested.items()):
+        if not self._rules.fit(assignment, needs, resting):
             return False
-        # The need counts all parameters as on the device. Resting ones leave it, and two buffers of
-        # the largest one come.
-        for device, need in enumerate(needs):
-            freed = sum(self._sizes[layer] for layer in own[device])
-            if need - freed + self._buffer_bytes(own[device]) > 0:
-                return False
-        value = sum(
-            share * costs.latency_ms(one, assignment, resting=resting)
-            for share, one in self._passes
-        )
+        value = self._value_ms(assignment, resting)
         if self.best is not None and value >= self.best.value_ms * (1 - SAME):
             return False
         self.best = _Found(assignment, resting, value)
         return True
+
+    def _value_ms(self, assignment: tuple[int, ...], resting: Resting) -> float:
+        """Return the mean latency of the passes, or the mean pass's latency if nothing rests."""
+        if not resting:
+            return costs.latency_ms(self._problem, assignment)
+        return sum(
+            share * costs.latency_ms(one, assignment, resting=resting)
+            for share, one in self._passes
+        )
 
     def _offer(self, assignment: tuple[int, ...]) -> bool:
         """Try an assignment with good sets of resting layers; return whether it is better."""
@@ -489,7 +451,7 @@ class _Search:
         for device, options in enumerate(choices):
             others = [one[0] for number, one in enumerate(choices) if number != device]
             for option in options:
-                resting = self._tiers(assignment, option.union(*others))
+                resting = self._rules.tiers(assignment, needs, option.union(*others))
                 if resting is not None:
                     self._take(assignment, resting)
         return self.best is not before
@@ -516,7 +478,7 @@ class _Search:
         while self.best is not None and not self._is_over():
             if self.best.value_ms <= self.bound_ms * (1 + SAME):
                 return
-            if not (self._move_resting() or self._move_borders()):
+            if not (self._move_resting() or self._move_to_cpus() or self._move_borders()):
                 return
 
     def _move_resting(self) -> bool:
@@ -549,6 +511,51 @@ class _Search:
             resting[other] = here
         self._take(self.best.assignment, resting)
 
+    def _move_to_cpus(self) -> bool:
+        """Move layers to a host's CPU or from it, or exchange two; return whether it was better."""
+        before, units = self.best, units_of(self._problem)
+        for number, cpu in itertools.product(range(len(units)), self._rules.cpus):
+            for changed in self._beside(cpu, number, units):
+                if self._is_over():
+                    return False
+                self._move(changed)
+        return self.best is not before
+
+    def _beside(
+        self, cpu: int, number: int, units: Sequence[Sequence[int]]
+    ) -> Iterator[dict[int, int]]:
+        """Yield devices of layers that move to a CPU or from it, some in exchange for others.
+
+        Args:
+            cpu: of a host.
+            number: of the layers among ``units``.
+            units: layers that move together.
+        """
+        assert self.best is not None
+        where = self.best.assignment
+        own = units[number]
+        if where[own[0]] == cpu:
+            yield from (dict.fromkeys(own, device) for device in self.copying)
+            return
+        yield dict.fromkeys(own, cpu)
+        for distance in DISTANCES:
+            for place in (number - distance, number + distance):
+                if 0 <= place < len(units) and where[units[place][0]] == cpu:
+                    yield dict.fromkeys(own, cpu) | dict.fromkeys(units[place], where[own[0]])
+
+    def _move(self, changed: Mapping[int, int]) -> None:
+        """Try other devices of some layers, resting or not, and with other resting layers."""
+        assert self.best is not None
+        where, resting = [*self.best.assignment], self.best.resting
+        for layer, device in changed.items():
+            where[layer] = device
+        kept = {layer: tier for layer, tier in resting.items() if layer not in changed}
+        copied = [one for one in changed if one in self._may_rest and where[one] in self.copying]
+        self._take(tuple(where), kept)
+        for tier in self._rules.limits if copied else ():
+            self._take(tuple(where), {**kept, **dict.fromkeys(copied, tier)})
+        self._offer(tuple(where))
+
     def _move_borders(self) -> bool:
         """Move layers at a border between devices to the other side."""
         assert self.best is not None
@@ -563,13 +570,13 @@ class _Search:
             if where[place - 1] == where[place]:
                 continue
             for distance in DISTANCES:
-                for moved in _shifted(where, place, distance):
+                for moved in shifted(where, place, distance):
                     if self._is_over():
                         return
                     yield moved
 
     def _left_s(self) -> float:
-        return self._request.time_limit_s - (monotonic() - self._began)
+        return self._limit_s - (monotonic() - self._began)
 
     def _is_over(self) -> bool:
         return self._left_s() <= 0 or (self._stop is not None and self._stop.is_set())
@@ -578,15 +585,3 @@ class _Search:
 def _with_memory(device: Device, usable_bytes: int) -> Device:
     """Return a device of which all of so much memory is usable."""
     return device.model_copy(update={"memory_bytes": usable_bytes, "reserve_bytes": 0})
-
-
-def _shifted(where: tuple[int, ...], place: int, distance: int) -> Iterator[tuple[int, ...]]:
-    """Yield assignments whose border before a layer lies so many layers earlier and later."""
-    moved = list(where)
-    first = max(0, place - distance)
-    moved[first:place] = [where[place]] * (place - first)
-    yield tuple(moved)
-    moved = list(where)
-    end = min(len(where), place + distance)
-    moved[place:end] = [where[place - 1]] * (end - place)
-    yield tuple(moved)

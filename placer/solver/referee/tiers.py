@@ -102,7 +102,10 @@ def _check_loads(request: PlacementRequest, placement: Placement) -> None:
 
 
 def _check_hosts(request: PlacementRequest, placement: Placement) -> None:
-    """Raise unless the parameters that rest on each host are within its limits."""
+    """Raise unless the parameters that rest on each host are within its limits.
+
+    Where the CPU of a host is a device, too, they share its memory with the layers there.
+    """
     hosts = {device.name: device.host for device in request.devices}
     taken: defaultdict[tuple[str, str], int] = defaultdict(int)
     for layer in request.profile.layers:
@@ -116,6 +119,16 @@ def _check_hosts(request: PlacementRequest, placement: Placement) -> None:
             raise PlacementError(f"parameters rest on the {tier}, which was not asked for")
         at = "on host" if tier == "host" else "on the disk of host"
         require(size <= limit, f"{size} bytes rest {at} {host!r}; the limit is {limit}")
+    used = {load.device: load.memory.total_bytes for load in placement.devices}
+    for host in {host for host, tier in taken if tier == "host"}:
+        cpus = [one for one in request.devices if one.host == host and one.is_host]
+        needed = taken[host, "host"] + sum(used[one.name] for one in cpus)
+        memory = sum(one.memory_bytes - one.reserve_bytes for one in cpus)
+        require(
+            not cpus or needed <= memory,
+            f"{needed} bytes rest on host {host!r} or belong to layers on its CPU, which may take"
+            f" {memory}",
+        )
 
 
 def _check_layers(request: PlacementRequest, placement: Placement) -> None:

@@ -24,7 +24,7 @@ from placer.errors import InfeasibleError, InputError, MissingExtraError
 from placer.estimator import checkpoints
 from placer.pretrained.checkpoint_folder import checkpoint_folder
 from placer.profiler.links import cluster, disk_rate
-from placer.schema import Device, Rate
+from placer.schema import Constraints, Device, GenerationOptions, Rate
 from placer.testing import logical_devices
 
 GREEDY: dict[str, Any] = {
@@ -45,7 +45,9 @@ def two_devices() -> Iterator[None]:
 
 
 def placed(path: Any, **options: Any) -> Any:
-    given = {"context": 64, "repeats": 1, "devices": ["cpu:0", "cpu:1"], **options}
+    given = {"repeats": 1, "devices": ["cpu:0", "cpu:1"], **options}
+    if "generation" not in given:
+        given.setdefault("context", 64)
     return placer.from_pretrained(path, **given)
 
 
@@ -395,6 +397,44 @@ def test_weights_that_do_not_fit_rest_on_the_host(
             placed(tmp_path, **given)
         llm = placed(tmp_path, host_memory_bytes="1GiB", **given)
         assert llm.placement.resting
+        found = llm.generate(torch.arange(3, 12)[None], **GREEDY)
+    assert found.tolist() == reference.generate(torch.arange(3, 12)[None], **GREEDY).tolist()
+    assert llm.flow.generation_report.recorded > 0
+
+
+def test_one_block_is_computed_on_the_cpu_while_others_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``cpu:0`` copies weights as a GPU does; ``cpu:1`` has the host's memory."""
+    model, reference = resting_models.pair()
+    model.save_pretrained(tmp_path)
+    describe = cluster._describe
+
+    def with_rate(device: torch.device, *args: Any) -> Device:
+        rate = Rate(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
+        return describe(device, *args).model_copy(
+            update={"from_host": None if device.index else rate}
+        )
+
+    monkeypatch.setattr(cluster, "_describe", with_rate)
+    weights = sum(one.numel() * one.element_size() for one in model.parameters())
+    others = ["model.embed_tokens", "model.norm", "lm_head"]
+    others += [f"model.layers.{number}" for number in (0, 1, 2, 4, 5)]
+    rules = Constraints(
+        pinned={"model.layers.3": "cpu:1"}, forbidden=dict.fromkeys(others, ("cpu:1",))
+    )
+    with logical_devices(2):
+        llm = placed(
+            tmp_path,
+            devices=["cpu:0", "cpu:1"],
+            memory_bytes={"cpu:0": 7 * weights // 10},
+            host_memory_bytes="1GiB",
+            objective="generation",
+            generation=GenerationOptions(prompt_tokens=9, new_tokens=8),
+            constraints=rules,
+        )
+        assert set(llm.placement.resting.values()) == {"host"}
+        assert llm.placement.layer_devices["model.layers.3"] == "cpu:1"
         found = llm.generate(torch.arange(3, 12)[None], **GREEDY)
     assert found.tolist() == reference.generate(torch.arange(3, 12)[None], **GREEDY).tolist()
     assert llm.flow.generation_report.recorded > 0

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Run
 from documentation import Block, blocks
 
@@ -17,9 +18,13 @@ MOST_LINES = 9
 
 
 def parts(kind: str) -> list[Block]:
-    """Return the blocks of a kind, in the order of the guides."""
+    """Return the blocks of a kind, in the order of the guides; of GPUs only where there are any."""
     return [
-        block for guide in GUIDES for block in blocks() if (block.page, block.kind) == (guide, kind)
+        block
+        for guide in GUIDES
+        for block in blocks()
+        if (block.page, block.kind) == (guide, kind)
+        and ("cuda" not in block.text or torch.cuda.is_available())
     ]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import time
@@ -25,6 +26,32 @@ def test_a_request_is_answered_with_its_placement(serve, request_body):
     assert reply.status_code == 200
     assert placement.id == PlacementRequest.model_validate(request_body()).content_hash()
     assert set(placement.layer_devices) == {"embed", "block.0", "block.1", "head"}
+
+
+def test_layers_stay_are_copied_or_are_computed_on_the_hosts_cpu(serve):
+    """``cuda:0`` has room for one layer and two buffers; a copy takes 1 ms, and the CPU 2 ms."""
+    layers = [
+        {"name": name, "forward_ms": {"gpu": 0.2, "cpu": 2.0}, "param_bytes": 500}
+        for name in "abcde"
+    ]
+    edges = [{"source": a, "targets": [b], "bytes": 1} for a, b in itertools.pairwise("abcde")]
+    rate = {"bandwidth_bytes_per_s": 5e5}
+    devices = [
+        {"name": "cuda:0", "type": "gpu", "memory_bytes": 1510, "from_host": rate},
+        {"name": "cpu:0", "type": "cpu", "memory_bytes": 10_000},
+    ]
+    ends = [("cuda:0", "cpu:0"), ("cpu:0", "cuda:0")]
+    links = [{"source": a, "target": b, "bandwidth_bytes_per_s": 1e6} for a, b in ends]
+    body = {
+        "profile": {"layers": layers, "edges": edges},
+        "cluster": {"devices": devices, "links": links},
+        "objective": "latency",
+        "host_memory_bytes": 5000,
+    }
+    found = serve(default_solver).post("/v1/placements", json=body).json()
+    assert found["status"] == "optimal"
+    assert sorted(found["layer_devices"].values()) == ["cpu:0"] + ["cuda:0"] * 4
+    assert list(found["resting"].values()) == ["host"] * 3
 
 
 def test_what_a_profile_declares_of_batches_comes_back_with_the_placement(serve, request_body):

@@ -161,15 +161,20 @@ class Trace:
 class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that notes every operation and runs it.
 
+    Args:
+        computes_on_host: whether layers of the model are on the CPU. Otherwise a copy to the host
+            is a sign that the pass depends on numbers there, and forbids a recording.
+
     Attributes:
         trace: what was noted so far.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, computes_on_host: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
+        self._computes_on_host = computes_on_host
         self._numbers = WeakIdKeyDictionary()
         self._constant: set[int] = set()
         self._lifted_storages: set[int] = set()
@@ -298,10 +303,10 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False, off_host[0]
 
     def _entered(self, source: torch.device, target: torch.device) -> torch.device:
-        """Return the target of a copy; note that a copy to the host forbids a recording."""
+        """Return the target of a copy; note if it forbids a recording."""
         if devices.same(source, target):
             return source
-        if devices.same(target, devices.HOST):
+        if devices.same(target, devices.HOST) and not self._computes_on_host:
             self._refuse("it copies a tensor to the host")
         return target
 
@@ -431,6 +436,8 @@ def _has_fixed_shape(func: Any, args: Any) -> bool:
 def _named(device: Any, made: Tensor) -> torch.device:
     """Return the device that a copy names, with the index that torch chose."""
     target = torch.device(device)
+    if devices.same(target, devices.HOST):
+        return devices.HOST  # as torch reports it, without an index
     if target.type != devices.CPU and target.index is None:
         return made.device
     return target

@@ -4,8 +4,10 @@
     pieces:   level 0, cuda:0   level 1, cuda:1   level 2, cuda:0
 
 A piece is a maximal run of operations of one device that need nothing of a later piece. On a GPU it
-is one CUDA graph. A CPU stand-in runs its operations one by one, from the trace and without the
-model's code, so that it repeats what a graph would.
+is one CUDA graph. A CPU runs its operations one by one, from the trace and without the model's
+code, so that it repeats what a graph would. The host waits for a GPU only if a piece of the CPU
+needs its values, and for the stream of the pieces alone: weights that rest on the host are copied
+meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from placer.executor.generation.tracing.operation_trace import (
     tensors_of,
 )
 from placer.executor.generation.tracing.repetitions import distinct
-from placer.executor.state.resting.resting_replay import Action, RestingReplay
+from placer.executor.state.resting.resting_replay import Action, RestingReplay, link
 
 
 @dataclass
@@ -43,7 +45,6 @@ class Piece:
         work: runs the operations otherwise, with the values by number; None to run them one by one.
         replay: runs the operations; a recording's replay on a GPU.
         resting: copies the weights that rest on the host; None if the piece reads none.
-        next: the next piece on the device that reads such weights; None without one.
     """
 
     device: torch.device
@@ -53,7 +54,6 @@ class Piece:
     work: Callable[[dict[int, Tensor]], None] | None = None
     replay: Callable[[], None] | None = None
     resting: RestingReplay | None = None
-    next: Piece | None = None
 
 
 class TraceReplay:
@@ -125,7 +125,7 @@ class TraceReplay:
         return bool(values[guard.number].item() == guard.value)
 
     def run(self) -> None:
-        """Run the pass; the host does not wait for the devices."""
+        """Run the pass; the host waits for a device only if a layer on the CPU needs its values."""
         with self._slots_locked():
             self._run()
 
@@ -149,8 +149,6 @@ class TraceReplay:
                 piece.replay()
             if piece.resting is not None:
                 piece.resting.end()
-                if piece.next is not None and piece.next.resting is not None:
-                    piece.next.resting.begin()
 
     def value(self, number: int) -> Tensor:
         """Return a value of the latest pass; the next one overwrites it."""
@@ -160,7 +158,7 @@ class TraceReplay:
         source, target = arrival.reads[0], arrival.makes[0]
         if arrival.writes:
             target, source = arrival.reads[:2]
-        devices.fill(self._values[target], self._values[source])
+        devices.fill(self._values[target], self._values[source], in_turn=True)
 
     def values(self) -> dict[int, Tensor]:
         """Return the values by number that are needed outside of a piece."""
@@ -208,19 +206,15 @@ def _run_operation(operation: Operation, values: MutableMapping[int, Tensor]) ->
 
 def _with_resting(pieces: Iterable[Piece]) -> list[RestingReplay]:
     """Let pieces copy the weights that rest on the host; return the first of each device."""
-    latest: dict[torch.device, Piece] = {}
-    first = []
+    by_device: defaultdict[torch.device, list[RestingReplay]] = defaultdict(list)
     for piece in pieces:
         actions = [one.function for one in piece.operations if isinstance(one.function, Action)]
-        if not actions:
-            continue
-        piece.resting = RestingReplay(actions)
-        if piece.device in latest:
-            latest[piece.device].next = piece
-        else:
-            first.append(piece.resting)
-        latest[piece.device] = piece
-    return first
+        if actions:
+            piece.resting = RestingReplay(actions)
+            by_device[piece.device].append(piece.resting)
+    for own in by_device.values():
+        link(own)
+    return [own[0] for own in by_device.values()]
 
 
 def _run_later(replay: TraceReplay, piece: Piece) -> Callable[[], None]:

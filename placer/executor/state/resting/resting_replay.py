@@ -34,12 +34,15 @@ class Action:
 class RestingReplay:
     """The copies of a recorded piece of a pass, on one device.
 
-    The first copy into each slot begins before the piece; the others are a part of it, in a branch
-    of the recording::
+    Copies into a slot whose layer ran in the same piece are a part of the piece, in a branch of the
+    recording. Others begin before it: in the beginning of the pass, or when the piece has run that
+    read the slot last. So copies run while other devices compute between two pieces::
 
-        outside   copy 1, copy 2 ──▶│
-        piece                       │ layer 1 ──┬─ layer 2 ──┬─ layer 3 ── layer 4
-        branch                      │           └─ copy 3 ───┼──▶┘ copy 4 ──▶┘
+        outside   copy 1, copy 2 ──▶│                                  copy 4 ──▶│
+        piece                       │ layer 1 ──┬─ layer 2 ── layer 3 ──│        │ layer 4
+        branch                      │           └─ copy 3 ──────▶┘
+
+    ``link`` joins the pieces of a device; a piece alone is linked already.
 
     Args:
         actions: of the piece, in their order.
@@ -63,7 +66,12 @@ class RestingReplay:
             else:
                 self._first.append(place)
             latest[unit.number] = place
-        self._before: list[Mark] = []
+        self._before: dict[int, Mark] = {}
+        # copies that begin with the pass, and behind this piece, by their pieces
+        self._at_begin: list[tuple[RestingReplay, int]] = []
+        self._at_end: list[tuple[RestingReplay, int]] = []
+        self._is_last = True
+        link([self])
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -72,19 +80,28 @@ class RestingReplay:
         return found
 
     def begin(self) -> None:
-        """Start the first copies, outside of the recording."""
+        """Start the first copies of a pass, outside of the recording, in a device's first piece."""
         self._slots.acquire()
         self._slots.held = [None] * SLOTS
-        self._before = [self._units[place].copied() for place in self._first]
+        self._start(self._at_begin)
+
+    def _start(self, copies: Sequence[tuple[RestingReplay, int]]) -> None:
+        """Start copies, each given by its piece and its number there."""
+        for piece, place in copies:
+            piece._before[place] = piece._units[place].copied()
 
     def wait(self) -> None:
-        """Let the piece wait for the first copies."""
-        for mark in self._before:
+        """Let the piece wait for the copies that began before it."""
+        for mark in self._before.values():
             self._slots.wait(mark)
 
     def end(self) -> None:
-        """Note that the piece is the latest that reads the slots."""
-        self._slots.release()
+        """Start copies into the slots that the piece has read, or note that it reads them last."""
+        if self._is_last:
+            self._slots.release()
+        elif self._at_end:
+            self._slots.follow()
+            self._start(self._at_end)
 
     def restart(self) -> None:
         """Begin at the piece's first action again."""
@@ -111,3 +128,19 @@ class RestingReplay:
         if is_over and following is not None:
             self._slots.follow()
             self._marks[following] = self._units[following].copied()
+
+
+def link(pieces: Sequence[RestingReplay]) -> None:
+    """Let the pieces of a device follow one another in each pass.
+
+    Args:
+        pieces: in the order in which they run.
+    """
+    latest: dict[int, RestingReplay] = {}
+    for piece in pieces:
+        piece._at_begin, piece._at_end, piece._is_last = [], [], piece is pieces[-1]
+        for place in piece._first:
+            before = latest.get(piece._units[place].number)
+            copies = pieces[0]._at_begin if before is None else before._at_end
+            copies.append((piece, place))
+        latest.update((unit.number, piece) for unit in piece._units)

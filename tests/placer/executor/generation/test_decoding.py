@@ -498,7 +498,9 @@ def test_calls_that_never_come_again_are_traced_seldom(monkeypatch: pytest.Monke
     flow = split(model)
     traces = []
     trace = OperationTrace.__init__
-    monkeypatch.setattr(OperationTrace, "__init__", lambda self: (traces.append(1), trace(self))[1])
+    monkeypatch.setattr(
+        OperationTrace, "__init__", lambda self, *args: (traces.append(1), trace(self, *args))[1]
+    )
     cache = transformers().DynamicCache()
     with torch.no_grad(), flow.applied():
         model(input_ids=_ids(1), past_key_values=cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mixed_answers import mixed
 from resting_models import LAYERS, blocks, mixture, pair, placed, spoil
 from torch import Tensor
 
@@ -51,6 +52,26 @@ def test_a_call_gives_the_result_of_one_gpu(first: int) -> None:
     flow.undo()
     for parameter in flow.module.parameters():
         assert devices.location(parameter) == devices.HOST and not parameter.is_pinned()
+
+
+@pytest.mark.parametrize("on_cpu, resting", [([3], [1]), ([0, 2, 4], [1, 3, 5])])
+def test_blocks_may_stay_rest_or_be_computed_by_the_cpu(
+    on_cpu: list[int], resting: list[int]
+) -> None:
+    """Tokens are replayed: recorded pieces of the GPU, and the operations of the CPU's blocks."""
+    model, reference = pair()
+    flow = mixed(model, "cuda:0", "cpu:0", on_cpu, resting)
+    layers = flow.module.model.layers
+    assert layers[resting[0]].mlp.up_proj.weight.is_pinned()
+    assert layers[on_cpu[0]].mlp.up_proj.weight.device.type == "cpu"
+    reference.cuda(0)
+    for seed in (1, 2, 3):
+        expected = reference.generate(_ids(seed), **OPTIONS)
+        with flow.applied() as applied:
+            assert applied.generate(_ids(seed), **OPTIONS).tolist() == expected.tolist()
+    report = flow.generation_report
+    assert report.not_recorded_because == ""
+    assert (report.recorded, report.hooked) == (31, 2)
 
 
 def test_generations_in_flight_take_turns_at_the_slots() -> None:

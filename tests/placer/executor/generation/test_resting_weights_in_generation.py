@@ -9,6 +9,7 @@ from typing import Any
 import generating_models
 import pytest
 import torch
+from mixed_answers import mixed
 from resting_models import LAYERS, blocks, pair, placed
 from torch import Tensor, nn
 
@@ -58,6 +59,28 @@ def test_texts_are_the_unsplit_models_and_come_from_recorded_passes(
     report = flow.generation_report
     assert report.not_recorded_because == ""
     assert (report.recorded, report.hooked) == (2 * PASSES - 2, 2)
+
+
+MIXED = [([3], [1]), ([0, 2, 4], [1, 3, 5]), ([1, 4], [0, 2, 3, 5])]
+
+
+@pytest.mark.parametrize("on_cpu, resting", MIXED)
+def test_blocks_may_stay_rest_or_be_computed_elsewhere(
+    on_cpu: list[int], resting: list[int]
+) -> None:
+    model, reference = pair()
+    flow = mixed(model, *PLACES, on_cpu, resting)
+    for seed in (1, 2):
+        expected = reference.generate(ids(seed), **OPTIONS)
+        with flow.applied() as applied:
+            assert applied.generate(ids(seed), **OPTIONS).tolist() == expected.tolist()
+    report = flow.generation_report
+    assert report.not_recorded_because == ""
+    assert (report.recorded, report.hooked) == (2 * PASSES - 2, 2)
+    with torch.no_grad():
+        found = flow(input_ids=ids(3), use_cache=False, chunks=2).logits
+        expected = reference(input_ids=ids(3), use_cache=False).logits
+    torch.testing.assert_close(found, expected, check_device=False)
 
 
 def test_an_embedding_and_the_head_may_rest_too() -> None:

@@ -57,6 +57,29 @@ def test_a_pass_over_two_devices_runs_again_on_other_inputs() -> None:
     assert again().tolist() == [7.0, -14.0, 3.5, 28.0]
 
 
+@pytest.mark.parametrize("computes_on_host", [True, False])
+def test_layers_on_the_cpu_are_pieces_between_those_of_a_device(computes_on_host: bool) -> None:
+    """``HOST`` is the CPU itself, as beside GPUs, and not a stand-in."""
+    x, weight = _at(torch.arange(4.0), 0), torch.full((4,), 2.0)
+
+    def run() -> Tensor:
+        return _moved(devices.move(x * 3, devices.HOST) * weight, 0) + x
+
+    with OperationTrace(computes_on_host) as tracer:
+        result = run()
+    if not computes_on_host:
+        assert tracer.trace.obstacle == "it copies a tensor to the host"
+        return
+    number = tracer.number(result)
+    assert number is not None and tracer.trace.obstacle == ""
+    replay = TraceReplay(tracer.trace, [number])
+    replay.record()
+    assert [str(piece.device) for piece in replay.pieces] == ["cpu:0", "cpu", "cpu:0"]
+    x.copy_(_at(torch.tensor([1.0, -2.0, 0.5, 4.0]), 0))
+    replay.run()
+    assert replay.value(number).cpu().tolist() == [7.0, -14.0, 3.5, 28.0]
+
+
 def test_a_value_is_copied_once_for_all_readers_of_a_device() -> None:
     x = _at(torch.arange(4.0), 0)
 

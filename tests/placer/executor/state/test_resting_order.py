@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from placer.executor.state.resting import resting_weights, weight_slots
-from placer.executor.state.resting.resting_replay import Action, RestingReplay
+from placer.executor.state.resting.resting_replay import Action, RestingReplay, link
 from placer.executor.state.resting.weight_slots import Slots, Unit, in_turn
 
 Clock = Counter[str]
@@ -208,8 +208,9 @@ def replayed(world: World, pieces: list[list[Unit]]) -> list[RestingReplay]:
         RestingReplay([one for unit in piece for one in (Action(unit, True), Action(unit, False))])
         for piece in pieces
     ]
+    link(found)
+    found[0].begin()
     for replay, piece in zip(found, pieces, strict=True):
-        replay.begin()
         play(world, replay, piece)
     return found
 
