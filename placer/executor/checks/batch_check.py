@@ -222,8 +222,9 @@ class BatchChecks:
         if known is not None and not known.joining.reduces_floats:
             return frozenset()  # every result belongs to one sample
         labels = batch.tensors, batch.layout, batch.sizes
-        waits = known is None or self._late.is_due(key, *labels, known.uneven)
-        return uneven(*labels, waits=waits)
+        before = frozenset() if known is None else known.uneven
+        waits = known is None or self._late.is_due(key, *labels, before)
+        return uneven(*labels, waits=waits, known=before)
 
     def _look_and_advise(
         self, batch: _Batch, options: BatchOptions, declared: Joining, weigh: Weights
