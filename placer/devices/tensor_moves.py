@@ -14,6 +14,7 @@ from placer.devices.stand_ins import registries, stand_ins
 from placer.devices.tensor_parts import (
     USUAL,
     Known,
+    is_block,
     is_plain,
     own_parts,
     parts,
@@ -160,7 +161,7 @@ def fill(target: Tensor, source: Tensor) -> None:
 
     Wait only if the target is in host memory.
     """
-    if not is_plain(target):
+    if not is_block(target):
         for inner, given in zip(own_parts(target), own_parts(source), strict=True):
             fill(inner, given)
         return
