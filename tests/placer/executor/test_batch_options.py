@@ -986,3 +986,16 @@ def test_other_batch_sizes_are_measured_along_the_declared_dimension() -> None:
     assert [one.batch_size for one in profiles] == [2, 8]
     sizes = [{edge.bytes for edge in one.edges} for one in profiles]
     assert {4 * size for size in sizes[0]} == sizes[1]
+
+
+def test_a_loss_may_select_results_by_whether_they_require_gradients() -> None:
+    """Without a graph, there would be nothing to add up."""
+
+    def loss_fn(output: Tensor, _: Any) -> Tensor:
+        return sum(part.pow(2).mean() for part in (output,) if part.requires_grad)
+
+    torch.manual_seed(0)
+    model, x = Classifier(), torch.randn(8, 6)
+    expected = loss_fn(model(x), None).detach()
+    loss = placed(model).train_step(loss_fn)(x, chunks=2)
+    torch.testing.assert_close(loss.cpu(), expected)
