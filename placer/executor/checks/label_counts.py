@@ -19,6 +19,7 @@ waiting, and read when a later batch comes:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,18 +103,20 @@ def _columns(
     with two samples each, ``{".*.boxes": [[b0, b1], [b2, b3]]}``.
     """
     found: dict[int | str, list[list[Tensor]]] = {}
-    ends = numpy.cumsum(sizes)
+    ends = numpy.cumsum(sizes).tolist()
     each = enumerate(zip(tensors, layout.dims, layout.names, strict=False))
     for place, (tensor, dim, name) in each:
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             continue
         if dim is not None:
-            parts = tensor.split(list(sizes), dim)  # type: ignore[no-untyped-call]
+            cut = tensor.narrow(dim, 0, ends[-1])  # a check may take the first samples
+            parts = cut.split(list(sizes), dim)  # type: ignore[no-untyped-call]
             found[place] = [[part] for part in parts]
         elif (item := _item_of(name, layout.lists)) is not None:
             index, where = item
             columns = found.setdefault(where, [[] for _ in sizes])
-            columns[int(numpy.searchsorted(ends, index, side="right"))].append(tensor)
+            if index < ends[-1]:
+                columns[bisect_right(ends, index)].append(tensor)
     return found
 
 
