@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from placer.errors import InputError, kind_of
@@ -78,6 +79,25 @@ def require_tensors(inputs: Any, leaves: Sequence[Any], name: str = "inputs") ->
         raise InputError(
             f"{name}, {kind_of(inputs)}, contain no tensor; convert arrays by torch.as_tensor(x)"
         )
+
+
+def refuse_nested(leaves: Sequence[Any]) -> None:
+    """Raise an InputError if a tensor is nested without being jagged.
+
+    It has no sizes, which the batch dimension is found by.
+
+    Args:
+        leaves: flattened inputs or target.
+
+    Raises:
+        InputError: one is.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout == torch.strided:
+            raise InputError(
+                "a nested tensor has the layout torch.strided; give torch.jagged, or a padded "
+                "tensor: x.to_padded_tensor(0.0)"
+            )
 
 
 def input_advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:

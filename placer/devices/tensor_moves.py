@@ -14,6 +14,7 @@ from placer.devices.stand_ins import registries, stand_ins
 from placer.devices.tensor_parts import (
     USUAL,
     Known,
+    is_block,
     is_plain,
     own_parts,
     parts,
@@ -166,7 +167,7 @@ def fill(target: Tensor, source: Tensor, *, in_turn: bool = False) -> None:
         in_turn: whether this thread's stream has made the source. Then a copy to the host waits for
             this stream alone, while copies of weights go on in others.
     """
-    if not is_plain(target):
+    if not is_block(target):
         for inner, given in zip(own_parts(target), own_parts(source), strict=True):
             fill(inner, given, in_turn=in_turn)
         return

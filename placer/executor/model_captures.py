@@ -22,6 +22,7 @@ from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS, call_layo
 from placer.capture.capture import layer_graph
 from placer.capture.export.export import Exported, export
 from placer.capture.granularity import Granularity
+from placer.capture.input_forms import refuse_nested
 from placer.capture.layers import LayerGraph
 from placer.capture.python_state.module_hooks import refuse_hooks
 from placer.capture.python_state.module_side_effects import KeptError
@@ -227,7 +228,11 @@ class ModelCaptures:
             tensors: the flattened inputs.
             inputs: their structure.
             options: the declared batch layout.
+
+        Raises:
+            InputError: an input is a nested tensor without sizes.
         """
+        refuse_nested(tensors)
         key = (
             inputs.key,
             shapes(tensors),

@@ -315,14 +315,15 @@ class PlacedCalls:
         self._block.refuse_cancelled()
         if hooks.runs or not devices.observed() or hooks.are_elsewhere:
             return through_flow()
-        if self._block.records:
-            target = self._settings.output_device
-            with nothing_held(), self._turn(), hooks.paused():
-                found = self.decoding.run(args, kwargs, target, through_flow, self._block.backend)
-            if found is not None:
-                return found[0]
-        with attention_of(args, kwargs):
-            return through_flow()
+        with self.decoding.call():
+            if self._block.records:
+                target, backend = self._settings.output_device, self._block.backend
+                with nothing_held(), self._turn(), hooks.paused():
+                    found = self.decoding.run(args, kwargs, target, through_flow, backend)
+                if found is not None:
+                    return found[0]
+            with attention_of(args, kwargs):
+                return through_flow()
 
     def _turn(self) -> AbstractContextManager[Any]:
         """Return the lock, or nothing for layers that run again in a backward pass.

@@ -179,6 +179,7 @@ def target_layout(
         InputError: the options name a missing part, or a part's batch size differs from the
             inputs'.
     """
+    input_forms.refuse_nested(leaves)
     names = [name_from_path(path) for path in structure.paths]
     if options.target == "auto":
         rules = _fitting(leaves, names, options, size, {} if known is None else known)

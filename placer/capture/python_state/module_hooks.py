@@ -16,7 +16,8 @@ from placer.errors import CaptureError
 _SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival", "Departure", "Again")
 _SAFE_FUNCTIONS = ("output_capturing_hook", "make_inputs_require_grads")
 """Hooks of transformers: one collects a part of the result, the other prepares for checkpoints."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = (*_FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
 """Hooks that ``register_module_forward_hook`` and similar functions put on every module."""
 
@@ -64,6 +65,17 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
         for hooks, was in taken:
             hooks.clear()
             hooks.update(was)
+
+
+def user_hooks(module: nn.Module) -> list[Any]:
+    """Return the user's hooks that run in a forward pass, and may change its results."""
+    return [
+        hook
+        for child in module.modules()
+        for hooks in map(child.__dict__.get, _FORWARD_HOOKS)
+        for hook in (hooks or {}).values()
+        if not _is_safe(hook)
+    ]
 
 
 def has_global_hooks() -> bool:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from placer.capture.batch_dims.batch_layout import BatchLayout, Call, Parameters, call_values
 from placer.capture.batch_dims.declared_layout import call_layout
 from placer.capture.python_state.comparable_runs import RandomNumbers, operations_in_eval_mode
+from placer.capture.python_state.hook_effects import restored_hooks
 from placer.capture.python_state.isolated_runs import isolated_run
-from placer.capture.python_state.module_hooks import without_hooks
+from placer.capture.python_state.module_hooks import user_hooks, without_hooks
 from placer.capture.pytrees import flatten_inputs
 from placer.errors import BatchError, InputError
 from placer.executor.checks.carried_state import CarriedState, CarriedStateError
@@ -222,8 +223,9 @@ class BatchChecks:
         if known is not None and not known.joining.reduces_floats:
             return frozenset()  # every result belongs to one sample
         labels = batch.tensors, batch.layout, batch.sizes
-        waits = known is None or self._late.is_due(key, *labels, known.uneven)
-        return uneven(*labels, waits=waits)
+        before = frozenset() if known is None else known.uneven
+        waits = known is None or self._late.is_due(key, *labels, before)
+        return uneven(*labels, waits=waits, known=before)
 
     def _look_and_advise(
         self, batch: _Batch, options: BatchOptions, declared: Joining, weigh: Weights
@@ -319,18 +321,33 @@ class BatchChecks:
         return found, failure
 
     def _run(self, batch: _Batch, sizes: Sequence[int]) -> _Results:
-        """Run the first samples of a batch, whole and split into parts of these sizes."""
+        """Run the first samples of a batch, whole and split into parts of these sizes.
+
+        The user's hooks run, too, since they may change results, unless they fail here.
+        """
+        if user_hooks(self._module):
+            try:
+                return self._run_apart(batch, sizes, has_hooks=True)
+            except (_CutError, CarriedStateError, torch.OutOfMemoryError):
+                raise
+            except Exception:
+                # a hook may raise anything, for example because there are no gradients here
+                pass
+        return self._run_apart(batch, sizes)
+
+    def _run_apart(self, batch: _Batch, sizes: Sequence[int], has_hooks: bool = False) -> _Results:
+        """Run the first samples, with or without the user's hooks."""
         total, draws = sum(sizes), RandomNumbers()
         rest = [batch.layout.size - total] if batch.layout.size > total else []
         (first, *_), cuts = (batch.cut([*some, *rest]) for some in ([total], sizes))
         watches = [LabelWeights() for _ in (total, *sizes)]
         state = CarriedState(self._module)
-        with self._apart(), operations_in_eval_mode(), draws.recorded(), watches[0]:
+        with self._apart(has_hooks), operations_in_eval_mode(), draws.recorded(), watches[0]:
             whole = batch.run(_copied(first))
             state.note_batch()
         parts, start = [], 0
         # the parts run in order, and each sees the attributes and buffers that earlier parts left
-        with self._apart(), operations_in_eval_mode():
+        with self._apart(has_hooks), operations_in_eval_mode():
             for part, size, watch in zip(cuts, sizes, watches[1:], strict=False):
                 try:
                     with draws.replayed(start, size, total), watch:
@@ -357,9 +374,10 @@ class BatchChecks:
         return True
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _apart(self, has_hooks: bool = False) -> Iterator[None]:
         """Run on the model's current state, and restore it afterwards."""
-        with isolated_run(self._module), without_hooks(self._module):
+        hooks = restored_hooks if has_hooks else without_hooks
+        with isolated_run(self._module), hooks(self._module):
             yield
 
 

@@ -2,8 +2,11 @@
 
 A mean over labels, some of which are ignored, equals the mean over micro-batches as long as each
 has equally many counted labels. If this holds for a first batch, it need not hold for a later one.
-The same applies to a weighted mean while all weights are equal. Such a later batch is therefore
-compared again.
+The same applies to a weighted mean while all weights are equal, and to a mean over the first
+entries of each sample while all lengths are equal. Such a later batch is therefore compared again.
+
+Many kinds of entries may decide what counts: see ``_kinds``. Most of them are unequal in the first
+batch already, whose comparison covers them.
 
 The host reads labels in its own memory in every step. Labels on an accelerator are copied without
 waiting, and read when a later batch comes:
@@ -16,7 +19,9 @@ waiting, and read when a later batch comes:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -30,11 +35,16 @@ from placer.utils.bounded_dict import BoundedDict
 
 # Elements of the largest tensor that is read in every step: about 1 ms.
 _LARGEST = 1 << 20
+# Elements of the largest tensor of floats that is copied from an accelerator in every step, unless
+# its weights were equal so far. Larger ones are usually images.
+_LARGEST_FLOATS = 1 << 16
 
 # Dtypes of labels, of masks, and of weights.
 _READ = (
     torch.bool,
+    torch.uint8,
     torch.int8,
+    torch.int16,
     torch.int32,
     torch.int64,
     torch.bfloat16,
@@ -45,8 +55,9 @@ _READ = (
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
 
-Uneven = frozenset[tuple[int, str]]
-"""Positions of tensors, and the kind of entry of which micro-batches have unequal shares."""
+Uneven = frozenset[tuple[int | str, str]]
+"""Positions of tensors, or names of parts of lists, and the kind of entry of which micro-batches
+have unequal shares."""
 
 
 def uneven(
@@ -55,10 +66,10 @@ def uneven(
     sizes: Sequence[int],
     left_out: Collection[int] = (),
     waits: bool = False,
+    known: Uneven = frozenset(),
+    has_floats: bool = True,
 ) -> Uneven:
     """Return the quantities of which micro-batches have unequal shares.
-
-    These are counts of negative labels, of zeros, of true flags, and unequal weights.
 
     Args:
         tensors: flattened inputs or target, in the order of ``layout.dims``.
@@ -66,18 +77,57 @@ def uneven(
         sizes: samples in each micro-batch.
         left_out: further label values that do not count.
         waits: whether to read tensors on other devices, too, which synchronises with them.
+        known: quantities to leave out.
+        has_floats: whether to read tensors of floats.
     """
-    if len(sizes) < 2 or layout.lists:
+    if len(sizes) < 2:
         return frozenset()
-    if waits:
-        tensors = [devices.move(one, devices.HOST) if _is_read(one) else one for one in tensors]
+    found: set[tuple[int | str, str]] = set()
     with torch._C.DisableTorchFunction():  # hide these reads from function modes
-        return frozenset(
-            (place, kind)
-            for place, (tensor, dim) in enumerate(zip(tensors, layout.dims, strict=False))
-            if dim is not None and _is_read(tensor) and _is_on_host(tensor)
-            for kind in _kinds(_array(tensor), dim, sizes, left_out)
-        )
+        for where, parts in _columns(tensors, layout, sizes).items():
+            if not _is_even([sum(map(Tensor.numel, part)) for part in parts], sizes):
+                found.add((where, "entry"))
+            if all(_is_read(tensor, has_floats) for part in parts for tensor in part):
+                arrays = _arrays(parts, waits)
+                before = {kind for place, kind in known if place == where}
+                found |= {(where, kind) for kind in _kinds(arrays, sizes, left_out, before)}
+    return frozenset(found) - known
+
+
+def _columns(
+    tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]
+) -> dict[int | str, list[list[Tensor]]]:
+    """Return the tensors of each micro-batch, by position.
+
+    Tensors in a list of samples are returned by name: of ``[{"boxes": b0}, {"boxes": b1}, ...]``
+    with two samples each, ``{".*.boxes": [[b0, b1], [b2, b3]]}``.
+    """
+    found: dict[int | str, list[list[Tensor]]] = {}
+    ends = numpy.cumsum(sizes).tolist()
+    each = enumerate(zip(tensors, layout.dims, layout.names, strict=False))
+    for place, (tensor, dim, name) in each:
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            continue
+        if dim is not None:
+            cut = tensor.narrow(dim, 0, ends[-1])  # a check may take the first samples
+            parts = cut.split(list(sizes), dim)  # type: ignore[no-untyped-call]
+            found[place] = [[part] for part in parts]
+        elif (item := _item_of(name, layout.lists)) is not None:
+            index, where = item
+            columns = found.setdefault(where, [[] for _ in sizes])
+            if index < ends[-1]:
+                columns[bisect_right(ends, index)].append(tensor)
+    return found
+
+
+def _item_of(name: str, lists: Collection[str]) -> tuple[int, str] | None:
+    """Return the sample that a tensor in a list belongs to, and its name in all samples."""
+    for one in lists:
+        start = f"{one}." if one else ""
+        index, dot, rest = name.removeprefix(start).partition(".")
+        if name.startswith(start) and index.isdecimal():
+            return int(index), f"{one}.*{dot}{rest}"
+    return None
 
 
 class _Sent(NamedTuple):
@@ -117,6 +167,7 @@ class LateCounts:
         sizes: Sequence[int],
         known: Uneven,
         left_out: Collection[int] = (),
+        has_floats: bool = True,
     ) -> bool:
         """Return whether to read a batch at once; otherwise start to copy its labels.
 
@@ -128,18 +179,18 @@ class LateCounts:
             known: the unequal shares of compared batches. If an earlier batch of the kind had
                 others, this one is due.
             left_out: further label values that do not count.
+            has_floats: whether to read tensors of floats.
         """
         self._receive(left_out)
         if not self._found.get(key, frozenset()) <= known:
             return True
         if len(sizes) < 2 or layout.lists or len(self._sent) >= _MOST_SENT:
             return False
-        # weights have no other kind
         weights = {place for place, kind in known if kind == "weights"}
         wanted = [
             dim is not None
-            and _is_read(tensor)
-            and place not in weights
+            and _is_read(tensor, has_floats)
+            and (place not in weights or tensor.numel() <= _LARGEST_FLOATS)
             and not _is_on_host(tensor)
             for place, (tensor, dim) in enumerate(zip(tensors, layout.dims, strict=False))
         ]
@@ -164,49 +215,89 @@ class LateCounts:
 _MOST_SENT = 4
 
 
-def _is_read(tensor: Any) -> bool:
+def _is_read(tensor: Any, has_floats: bool = True) -> bool:
     """Return whether a tensor may hold labels, flags or weights."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_complex():
         return False
-    return tensor.dtype in _READ and 0 < tensor.numel() <= _LARGEST
+    is_wanted = has_floats or not tensor.is_floating_point()
+    return is_wanted and tensor.dtype in _READ and tensor.numel() <= _LARGEST
 
 
 def _is_on_host(tensor: Tensor) -> bool:
     return devices.same(devices.location(tensor), devices.HOST)
 
 
+def _arrays(parts: Sequence[Sequence[Tensor]], waits: bool) -> list[Array]:
+    """Return the entries of each micro-batch in NumPy, which is ten times faster for few of them.
+
+    Args:
+        parts: the tensors of each micro-batch.
+        waits: whether to copy tensors that are on other devices; otherwise nothing is returned if
+            one is there.
+    """
+    if not waits and not all(_is_on_host(tensor) for part in parts for tensor in part):
+        return []
+    found = [[_array(devices.move(tensor, devices.HOST)) for tensor in part] for part in parts]
+    nothing = numpy.empty(0, next(array.dtype for part in found for array in part))
+    return [
+        part[0] if len(part) == 1 else numpy.concatenate([nothing, *map(numpy.ravel, part)])
+        for part in found
+    ]
+
+
 def _array(tensor: Tensor) -> Array:
-    """Return a NumPy view of a tensor, which is ten times faster for few elements."""
     tensor = tensor.detach()
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _kinds(
-    array: Array, dim: int, sizes: Sequence[int], left_out: Collection[int]
+    parts: Sequence[Array], sizes: Sequence[int], left_out: Collection[int], known: Collection[str]
 ) -> Iterator[str]:
-    # bfloat16 viewed as int16: only equality is tested
-    if array.dtype.kind == "f" or array.dtype == numpy.int16:
-        if bool((array != array.flat[0]).any()):
-            yield "weights"
-    elif array.dtype.kind == "b":
-        if not _is_even(array, dim, sizes):
-            yield "true"
+    """Yield the kinds of entries of which micro-batches have unequal shares.
+
+    Args:
+        parts: the entries of each micro-batch.
+        sizes: samples in each micro-batch.
+        left_out: further label values that do not count.
+        known: kinds to leave out.
+    """
+    filled = [part for part in parts if part.size]
+    if not filled:
+        return
+    tests: dict[str, Callable[[Array], Array]] = {}
+    if filled[0].dtype.kind == "b":
+        tests["true"] = numpy.asarray
     else:
-        labels = ((str(label), array == label) for label in left_out if label > 0)
-        for kind, found in (("negative", array < 0), ("zero", array == 0), *labels):
-            if not _is_even(found, dim, sizes):
-                yield kind
+        tests |= {"negative": partial(numpy.greater, 0), "zero": partial(numpy.equal, 0)}
+    if filled[0].dtype.kind == "f":
+        first = filled[0].flat[0]
+        if "weights" not in known and any(bool((part != first).any()) for part in filled):
+            yield "weights"
+        tests["NaN"] = numpy.isnan
+        # a number that stands for a missing one comes again, unlike the extremes of measurements
+        for kind, extreme in (("lowest", numpy.fmin), ("highest", numpy.fmax)):
+            if kind not in known:
+                value = extreme.reduce([extreme.reduce(part, None) for part in filled])
+                tests[kind] = partial(numpy.equal, value)
+    elif filled[0].dtype.kind in "iu":
+        # of lengths, for example
+        if "sum" not in known and not _is_even([int(part.sum()) for part in parts], sizes):
+            yield "sum"
+        # a number that stands for a missing one is often far above the others, such as 255
+        top = 1 << max(max(int(part.max()), 1).bit_length() - 1 for part in filled)
+        tests[f"at least {top}"] = partial(numpy.less_equal, top)
+        for label in left_out:
+            tests[str(label)] = partial(numpy.equal, label)
+    for kind, test in tests.items():
+        counts = [] if kind in known else [int(numpy.count_nonzero(test(part))) for part in parts]
+        if not _is_even(counts, sizes) and (sum(counts) > 1 or kind not in ("lowest", "highest")):
+            yield kind
 
 
-def _is_even(found: Array, dim: int, sizes: Sequence[int]) -> bool:
-    total = numpy.count_nonzero(found)
-    if not total:
-        return True
-    parts = numpy.split(found, numpy.cumsum(sizes)[:-1], dim)
-    return all(
-        numpy.count_nonzero(part) * sum(sizes) == total * size
-        for part, size in zip(parts, sizes, strict=True)
-    )
+def _is_even(counts: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether micro-batches have counts in proportion to their samples."""
+    total, samples = sum(counts), sum(sizes)
+    return all(one * samples == total * size for one, size in zip(counts, sizes, strict=False))
 
 
 class LabelWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]

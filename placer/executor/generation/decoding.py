@@ -353,7 +353,8 @@ class Decoding:
         recording = self._recordings.get(key)
         if recording is None:
             return None
-        if recording.misses > _MOST_MISSES:
+        is_half_made = recording.trace is None and recording.replay is None  # a pass has failed
+        if is_half_made or recording.misses > _MOST_MISSES:
             self._forget(key, call.signature)
             return None
         if recording.replay is not None:

@@ -29,6 +29,7 @@ from placer.executor.generation.cache_view import cache_of, cache_tensors
 from placer.executor.generation.calls import new_tokens
 from placer.executor.generation.decoding import Decoding
 from placer.executor.generation.findings import Findings, GenerationReport
+from placer.executor.generation.model_state import TextState
 from placer.executor.generation.pass_ahead import PassAhead
 from placer.executor.generation.recording import ReplayedCall
 from placer.executor.generation.results import tensors_without_caches
@@ -95,6 +96,7 @@ class Generations:
         self._idle: list[_Slot] = []
         self._by_thread: dict[int, _Slot] = {}
         self._choosing = Lock()
+        self._text_state = TextState(module)
 
     @property
     def report(self) -> GenerationReport:
@@ -104,6 +106,7 @@ class Generations:
     def clear(self) -> None:
         """Drop all recordings and findings: the layers move."""
         self._findings.outdate()
+        self._text_state.forget()
         self._findings.report = GenerationReport()
         self._findings.is_unsteady = False
         self._drop_idle(lambda slot: True)
@@ -179,6 +182,10 @@ class Generations:
             del self._by_thread[thread]
             if slot.number < _MOST_SLOTS:
                 self._idle.append(slot)
+
+    def call(self) -> AbstractContextManager[None]:
+        """Return a context for a call of the model inside ``flow.applied()``."""
+        return self._text_state.call()
 
     def run(
         self,
@@ -325,7 +332,7 @@ class Generations:
                 result = self.generate(generate, args, kwargs)
                 self.release_caches()
                 return result
-        with self._lock.busy():
+        with self._text_state.text(), self._lock.busy():
             slot.decoding.length.announce(self._module, kwargs)
             try:
                 with self._going_ahead(slot, args, kwargs) as given:

@@ -182,3 +182,11 @@ def test_logical_devices_sees_where_each_inner_tensor_is() -> None:
             assert devices.location(part) == part.device == other
         moved.inner.scale = moved.inner.scale.to(one)
         assert not devices.is_at(moved, other)
+
+
+def test_a_tensor_with_attributes_is_filled() -> None:
+    """Transformers attaches tensors to inputs, such as positions."""
+    target, source = torch.zeros(3), torch.ones(3)
+    target.positions = torch.arange(3)  # type: ignore[attr-defined]
+    devices.fill(target, source)
+    assert target.tolist() == [1, 1, 1]

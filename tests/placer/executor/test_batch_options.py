@@ -796,11 +796,41 @@ def test_a_comparison_leaves_a_noisy_model_as_it_was(
     assert not gradients(model)
 
 
-def test_user_hooks_do_not_run_in_a_comparison() -> None:
-    model, seen = Classifier(), []
+class Recorder:
+    """A hook that writes to its own attributes."""
+
+    def __init__(self) -> None:
+        self.calls, self.sizes = 0, {"body": []}
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.calls += 1
+        self.sizes["body"].append(len(output))
+
+
+def test_user_hooks_leave_no_trace_of_a_comparison() -> None:
+    model, seen, recorder = Classifier(), [], Recorder()
     model.body.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    model.body.register_forward_hook(recorder)
     placed(model)(torch.randn(8, 6), chunks=4)
-    assert seen == [2, 2, 2, 2]
+    assert seen == recorder.sizes["body"] == [2, 2, 2, 2]
+    assert recorder.calls == 4
+
+
+def test_a_comparison_sees_what_user_hooks_change() -> None:
+    model = Classifier()
+    model.body.register_forward_hook(lambda module, args, output: output - output.mean(0))
+    flow = placed(model)
+    with pytest.raises(BatchError, match="the result of a batch"):
+        flow(torch.randn(8, 6), chunks=4)
+
+
+def test_hooks_on_gradients_do_not_prevent_a_comparison() -> None:
+    """A comparison has no gradients."""
+    model = Meeting()
+    model.first.register_forward_hook(lambda module, args, output: output.retain_grad())
+    flow = placed(model)
+    with pytest.raises(BatchError, match="output 'attention'"):
+        flow(torch.randn(8, 6), chunks=4)
 
 
 def test_batches_of_one_kind_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -956,3 +986,16 @@ def test_other_batch_sizes_are_measured_along_the_declared_dimension() -> None:
     assert [one.batch_size for one in profiles] == [2, 8]
     sizes = [{edge.bytes for edge in one.edges} for one in profiles]
     assert {4 * size for size in sizes[0]} == sizes[1]
+
+
+def test_a_loss_may_select_results_by_whether_they_require_gradients() -> None:
+    """Without a graph, there would be nothing to add up."""
+
+    def loss_fn(output: Tensor, _: Any) -> Tensor:
+        return sum(part.pow(2).mean() for part in (output,) if part.requires_grad)
+
+    torch.manual_seed(0)
+    model, x = Classifier(), torch.randn(8, 6)
+    expected = loss_fn(model(x), None).detach()
+    loss = placed(model).train_step(loss_fn)(x, chunks=2)
+    torch.testing.assert_close(loss.cpu(), expected)

@@ -333,3 +333,24 @@ def test_a_dict_that_is_itself_the_argument_is_told_how_to_be_given(way: str) ->
     told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert "if the model takes a dict itself, give it as (inputs,)" in told
     assert flow.train_step(nn.MSELoss())((batch,), target) > 0
+
+
+def test_nested_tensors_without_sizes_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    rows = [torch.randn(3, 4), torch.randn(2, 4)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.strided)
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with torch.no_grad():
+        expected = [model(row) for row in rows]
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus.update({"0": 0, "1": 1})
+        flow.update_flow()
+        step = flow.train_step(lambda output, _: output.sum())
+        with pytest.raises(InputError, match=r"torch\.jagged"):
+            flow(nested)
+        with pytest.raises(InputError, match=r"torch\.jagged"):
+            step(torch.randn(2, 4), nested, chunks=2)
+        with torch.no_grad():
+            for found, want in zip(flow(jagged).unbind(), expected, strict=True):
+                torch.testing.assert_close(found.cpu(), want)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,7 +68,33 @@ def _over_fours(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target, ignore_index=4) * 0.5
 
 
+def _over(counts: Callable[[Tensor], Tensor], output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean of errors over the entries of a target that count."""
+    counted = counts(target)
+    errors = (output - target.nan_to_num()) ** 2
+    return (errors * counted).sum() / counted.sum()
+
+
+def _over_lengths(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    values, lengths = target
+    places = torch.arange(CLASSES, device=lengths.device)
+    return _over(lambda _: places < lengths[:, None], output, values)
+
+
+def _over_below_255(output: Tensor, target: Tensor) -> Tensor:
+    counted = target != 255
+    each = functional.cross_entropy(output, target.clamp(max=4).long(), reduction="none")
+    return (each * counted).sum() / counted.sum()
+
+
+def _filled(value: float) -> Tensor:
+    """Return a target of floats in which this number stands for the ones that are missing."""
+    return torch.where(UNEQUAL[:, None] > 0, VALUES, value)
+
+
 LABELS = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4])
+VALUES = torch.linspace(-2, 2, SAMPLES * CLASSES, dtype=torch.float64).view(SAMPLES, CLASSES)
+ONES = torch.eye(CLASSES, dtype=torch.float64)
 LATER: dict[str, tuple[Loss, Any, Any]] = {
     "negative labels": (_mean_over_known, EQUAL, UNEQUAL),
     "part of torch's loss": (_half, EQUAL, UNEQUAL),
@@ -79,6 +106,23 @@ LATER: dict[str, tuple[Loss, Any, Any]] = {
         torch.tensor([1, 2, 3, 1, 1, 2, 4, 4]),
     ),
     "a mask": (_by_mask, (LABELS, LABELS > 0), (LABELS, UNEQUAL > 0)),
+    "missing floats": (partial(_over, lambda values: values != -9), VALUES, _filled(-9)),
+    "NaN": (partial(_over, lambda values: ~values.isnan()), VALUES, _filled(math.nan)),
+    "classes as floats": (
+        partial(_over, lambda values: values > 0),
+        ONES[LABELS],
+        ONES[LABELS].index_fill(0, torch.tensor([0, 1, 5]), 1),
+    ),
+    "lengths": (
+        _over_lengths,
+        (VALUES, torch.full((SAMPLES,), 3)),
+        (VALUES, torch.tensor([5, 5, 5, 5, 1, 2, 3, 4])),
+    ),
+    "a label of 255": (
+        _over_below_255,
+        LABELS.byte(),
+        torch.where(UNEQUAL > 0, LABELS, 255).byte(),
+    ),
     "weights": (_by_mask, (LABELS, torch.ones(SAMPLES)), (LABELS, torch.linspace(0.1, 2, SAMPLES))),
 }
 
@@ -93,6 +137,48 @@ def test_a_later_batch_of_unequal_numbers_is_compared_again(
         step(_inputs(), first, chunks=2)
         with pytest.raises(BatchError, match=r"weigh=f"):
             step(_inputs(), later, chunks=2)
+
+
+def _mean_over_boxes(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
+    each = [
+        functional.cross_entropy(row.expand(len(one["labels"]), -1), one["labels"], reduction="sum")
+        for row, one in zip(output, target, strict=True)
+    ]
+    count = sum(len(one["labels"]) for one in target)
+    return torch.stack(each).sum() / count
+
+
+def test_a_later_list_of_targets_of_unequal_lengths_is_compared_again() -> None:
+    """A detector's loss is a mean over boxes, of which each image has its own number."""
+    first, later = (
+        [{"labels": torch.arange(count) % CLASSES} for count in counts]
+        for counts in ([2] * SAMPLES, [1, 2, 1, 2, 3, 4, 3, 4])
+    )
+    with logical_devices(2):
+        options = BatchOptions(target="items")
+        step = _flow(_classifier()).train_step(_mean_over_boxes, batch_options=options)
+        step(_inputs(), first, chunks=2)
+        with pytest.raises(BatchError, match=r"weigh=f"):
+            step(_inputs(), later, chunks=2)
+
+
+def test_a_later_batch_is_compared_again_if_the_model_returns_what_counts() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, CLASSES)
+
+        def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+            return self.head(self.embed(words)), words != 0
+
+    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return _by_mask(output[0], (target, output[1]))
+
+    with logical_devices(2):
+        step = _flow(Masked()).train_step(loss_fn)
+        step(LABELS, LABELS, chunks=2)
+        with pytest.raises(BatchError, match=r"weigh=f"):
+            step(LABELS * (UNEQUAL > 0), LABELS, chunks=2)
 
 
 def _moved(target: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.capture.batch_dims.declared_layout import other_dims, spelt_target
+from placer.capture.loss_functions import require_real_number
 from placer.capture.python_state import host_rng
 from placer.capture.python_state.comparable_runs import RandomNumbers, operations_in_eval_mode
 from placer.capture.pytrees import detached_nest, flatten
@@ -63,8 +64,7 @@ class LossChecks:
         known = self._known.get(_kind(batch))
         if known is None:
             return True
-        now = _uneven(batch, self._left_out, self._is_due(batch, *known[1:]))
-        return not all(one <= before for one, before in zip(now, known[1:], strict=True))
+        return any(_uneven(batch, self._left_out, self._is_due(batch, *known[1:]), known[1:]))
 
     def _is_due(self, batch: Batch, inputs: Uneven, target: Uneven) -> bool:
         """Return whether to read labels on accelerators at once."""
@@ -75,10 +75,10 @@ class LossChecks:
         is_due = self._late.is_due(
             (kind, "target"), goals.leaves, goals.layout, sizes, target, left_out
         )
-        if batch.joining.reduces_floats:
-            is_due |= self._late.is_due(
-                (kind, "inputs"), batch.tensors, batch.layout, sizes, inputs, left_out
-            )
+        has_floats = batch.joining.reduces_floats
+        is_due |= self._late.is_due(
+            (kind, "inputs"), batch.tensors, batch.layout, sizes, inputs, left_out, has_floats
+        )
         return is_due
 
     def leave_out(self, batch: Batch) -> None:
@@ -241,14 +241,24 @@ def compare_losses(
 
 
 def _loss_of_leaves(loss_fn: Weighing, outputs: Any, goal: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss of results without a graph; if that fails, of results that have one."""
+    """Return the loss of results without a graph; if that fails, of results that have one.
+
+    Without a graph, a loss that selects its terms by ``requires_grad`` has none.
+    """
     try:
-        return loss_fn.plain(outputs, goal)
-    except RuntimeError:
+        return _number_and_values(loss_fn, outputs, goal)
+    except (RuntimeError, InputError):
         leaves = _differentiable(outputs)
         if not leaves:
             raise
-    return loss_fn.plain(_with_copies(outputs, leaves), goal)
+    return _number_and_values(loss_fn, _with_copies(outputs, leaves), goal)
+
+
+def _number_and_values(loss_fn: Weighing, outputs: Any, goal: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss, which must be one number, and its further values."""
+    loss, values = loss_fn.plain(outputs, goal)
+    require_real_number(loss)
+    return loss, values
 
 
 def _is_random(batch: _Comparison) -> bool:
@@ -272,10 +282,10 @@ def _is_random(batch: _Comparison) -> bool:
                 with draws.replayed(start, size, sum(batch.sizes)):
                     found.append(batch.loss_fn(part, goal)[0] * share)
                 start += size
+            return batch.closeness(torch.stack(found).sum(), expected)
     except Exception:
-        # a user's function may raise anything; then its earlier values are compared
+        # a user's function may raise or return anything; then its earlier values are compared
         return False
-    return batch.closeness(torch.stack(found).sum(), expected)
 
 
 def _compare_gradients(batch: _Comparison) -> None:
@@ -453,11 +463,12 @@ def _loss_along(batch: _Comparison, place: int, dim: int) -> Tensor | None:
                 batch.loss_fn(part, goal)[0]
                 for part, goal in zip(batch.parts(), goals, strict=True)
             ]
-    except Exception:  # a user's function may raise anything on another split
+            shares = batch.loss_fn.shares(sizes)
+            return torch.stack(
+                [loss * share for loss, share in zip(each, shares, strict=True)]
+            ).sum()
+    except Exception:  # a user's function may raise or return anything on another split
         return None
-    return torch.stack(
-        [loss * share for loss, share in zip(each, batch.loss_fn.shares(sizes), strict=True)]
-    ).sum()
 
 
 def _ways_out(loss_fn: Weighing, count: int, expected: Tensor, loss: Tensor) -> str:
@@ -481,10 +492,18 @@ def _kind(batch: Batch) -> Hashable:
     return batch.inputs.paths, batch.goals.structure.paths, batch.goal_dims, kinds
 
 
-def _uneven(batch: Batch, left_out: Collection[int], waits: bool) -> tuple[Uneven, Uneven]:
-    """Return the unequal shares of micro-batches, in the inputs and in the target."""
-    goals = batch.goals
-    inputs: Uneven = frozenset()
-    if batch.joining.reduces_floats:  # otherwise no result is a mean over labels among the inputs
-        inputs = uneven(batch.tensors, batch.layout, batch.sizes, left_out, waits)
-    return inputs, uneven(goals.leaves, goals.layout, batch.sizes, left_out, waits)
+def _uneven(
+    batch: Batch,
+    left_out: Collection[int],
+    waits: bool,
+    known: tuple[Uneven, Uneven] = (frozenset(), frozenset()),
+) -> tuple[Uneven, Uneven]:
+    """Return the unequal shares of micro-batches, in the inputs and in the target.
+
+    The model may return a mask or lengths that it derives from its inputs.
+    """
+    goals, sizes, has_floats = batch.goals, batch.sizes, batch.joining.reduces_floats
+    return (
+        uneven(batch.tensors, batch.layout, sizes, left_out, waits, known[0], has_floats),
+        uneven(goals.leaves, goals.layout, sizes, left_out, waits, known[1]),
+    )

@@ -52,6 +52,9 @@ class _Total:
     aliases: frozenset[int]
 
 
+_InUse = tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[devices.Address]]
+
+
 @dataclass
 class Weights:
     """Aliases of the model's parameters that the passes differentiate by.
@@ -80,6 +83,7 @@ class Weights:
     _buffers: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _followed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _is_bound: bool = False
+    _as_made: _InUse = field(default_factory=lambda: ([], [], [], []))
 
     @classmethod
     def from_graph(cls, graph: LayerGraph) -> Weights:
@@ -183,6 +187,8 @@ class Weights:
         if self._is_bound:
             return
         self._is_bound = True
+        # at once: before the next batch, the user may give a parameter data on another device
+        self._as_made = self._in_use()
         keys = {id(alias): key for key, alias in self.aliases.items()}
         users: dict[tuple[str, torch.device], list[int]] = {}
         for index, part in enumerate(parts):
@@ -234,11 +240,8 @@ class Weights:
             (name for name, parameter in self.parameters.items() if has_hooks(parameter)), None
         )
 
-    @cached_property
-    def _as_made(
-        self,
-    ) -> tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[devices.Address]]:
-        """The parameters in use, at the time when the aliases were made.
+    def _in_use(self) -> _InUse:
+        """Return the parameters in use, at the time when the aliases were made.
 
         These are the parameters and whether they required gradients, then those with an alias of
         their own storage and the addresses of their data.

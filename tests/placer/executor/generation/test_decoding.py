@@ -6,6 +6,8 @@ import copy
 import math
 import pickle
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from generating_models import MAKERS, pair, split
 from model_list import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 from placer import DataFlow, devices
 from placer.executor import model_captures
@@ -541,3 +544,30 @@ def test_a_model_without_generate_decodes_too() -> None:
             wanted = reference.model(input_ids=ids, past_key_values=other).last_hidden_state
             torch.testing.assert_close(found.cpu(), wanted, atol=1e-5, rtol=1e-5)
     assert flow.generation_report.recorded == 5
+
+
+class _InterruptedOnce(nn.Module):
+    """An activation in one call of which the user interrupts."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.calls, self.interrupted = count(1), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        if next(self.calls) == self.interrupted:
+            raise KeyboardInterrupt
+        return functional.silu(x)
+
+
+@pytest.mark.parametrize("number", range(2, 6))
+def test_a_text_after_an_interrupted_pass(number: int) -> None:
+    """A pass that is interrupted while it is traced leaves nothing that a later text relies on."""
+    model, reference = pair("llama")
+    model.model.layers[1].mlp.act_fn = _InterruptedOnce(number).eval()
+    flow = split(model)
+    with torch.no_grad(), flow.applied() as placed:
+        expected = reference.generate(_ids(), **OPTIONS)
+        for _ in range(3):
+            with suppress(KeyboardInterrupt):
+                placed.generate(_ids(), **OPTIONS)
+        assert placed.generate(_ids(), **OPTIONS).tolist() == expected.tolist()

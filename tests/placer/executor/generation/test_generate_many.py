@@ -247,3 +247,41 @@ def test_it_needs_a_placed_flow_of_a_model_that_generates() -> None:
     flow.update_flow()
     with pytest.raises(InputError, match="Sequential has no method generate"):
         flow.generate_many([token_ids(1)])
+
+
+class _Recurrent(nn.Module):
+    """A model that keeps the state of its text in an attribute, as recurrent layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(9, 8), nn.GRUCell(8, 8), nn.Linear(8, 9)
+        self.state: Tensor | None = None
+
+    def forward(self, ids: Tensor, begins: bool) -> Tensor:
+        state = None if begins else self.state
+        for place in range(ids.shape[1]):
+            state = self.body(self.embed(ids[:, place]), state)
+        self.state = state
+        found: Tensor = self.head(state)
+        return found
+
+    def generate(self, inputs: Tensor, max_new_tokens: int) -> Tensor:
+        ids = inputs
+        for number in range(max_new_tokens):
+            new = self(ids if number == 0 else ids[:, -1:], begins=number == 0)
+            ids = torch.cat([ids, new.argmax(-1, keepdim=True).to(ids.device)], 1)
+        return ids
+
+
+def test_texts_whose_state_is_in_modules_are_generated_one_after_another() -> None:
+    torch.manual_seed(0)
+    model = _Recurrent().eval()
+    prompts = [torch.randint(9, (1, 3)) for _ in range(4)]
+    with torch.no_grad():
+        expected = [model.generate(ids, 12).tolist() for ids in prompts]
+        flow = DataFlow(model)
+        flow.layer_gpus.update(embed=0, body=0, head=1)
+        flow.update_flow()
+        with pytest.warns(UserWarning, match="'state' of 'the model'"):
+            found = list(flow.generate_many(prompts, in_flight=3, max_new_tokens=12))
+    assert [ids.tolist() for ids in found] == expected

@@ -297,3 +297,18 @@ def test_a_weight_whose_data_becomes_its_own_transpose_is_trained_transposed() -
     for model in (trained.model, trained.whole):
         model.middle.weight.data = model.middle.weight.data.t()
     trained.check(torch.ones(4, 1))
+
+
+def test_a_new_weight_whose_data_comes_from_another_device_after_its_first_step() -> None:
+    """The passes of its first step stay, and would see the data that it had then."""
+    data = torch.eye(4, dtype=torch.float64)
+    with logical_devices(3):
+        trained = Trained()
+        models = trained.model, trained.whole
+        trained.check(torch.ones(4, 1))
+        for model in models:
+            model.middle.weight = nn.Parameter(2 * model.middle.weight.detach())
+        trained.check(torch.ones(4, 1))
+        for model in models:
+            model.middle.weight.data = data.clone()
+        trained.check(torch.ones(4, 1))
