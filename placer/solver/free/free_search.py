@@ -16,8 +16,8 @@ by column generation with large groups and a first look of the integer program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -137,10 +137,12 @@ def _divide_pairs(
     """
     if pairs is None or search.best is None or not search.open():
         return False
-    count_work, searched = _counter(search, share), pairs
+    searched = pairs
 
     def over(work: float) -> bool:
-        return count_work(work) and (searched.idle >= IDLE_ROUNDS or search.over(longest))
+        return search.counted(work, share) and (
+            searched.idle >= IDLE_ROUNDS or search.over(longest)
+        )
 
     enough = search.bound * (1 + PROVEN_GAP / 2)
     found = pairs.improved(search.best, over, enough)
@@ -151,18 +153,14 @@ def _divide_pairs(
 def _count(search: Search) -> None:
     """Prove a bound by heavy nodes of which some device holds several."""
     if _may_share(search, ENDS.pairs):
-        upper = search.value
-        search.prove(
-            count_bound(
-                search.problem, reduced(search.problem, upper), upper, _counter(search, ENDS.pairs)
-            )
-        )
+        upper, over = search.value, partial(search.counted, share=ENDS.pairs)
+        search.prove(count_bound(search.problem, reduced(search.problem, upper), upper, over))
 
 
 def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
     """Prove a bound, or that nothing is better, with this many groups of nodes per device."""
     if _may_share(search, share):
-        upper, over = search.better(), _counter(search, share)
+        upper, over = search.better(), partial(search.counted, share=share)
         bound = share_bound(
             search.problem, reduced(search.problem, upper), upper, search.bound, over, groups
         )
@@ -195,16 +193,6 @@ def _may_prove(search: Search, share: float) -> bool:
     return search.best is not None and search.open() and not search.over(share)
 
 
-def _counter(search: Search, share: float) -> Callable[[float], bool]:
-    """Return a function that counts work and returns whether a share of it, or of time, is over."""
-
-    def over(work: float) -> bool:
-        search.meter.done += work
-        return search.over(share)
-
-    return over
-
-
 def between_rounds(search: Search) -> None:
     """Redivide a few devices and prove bounds, between rounds of the program."""
     _redivide(search, ENDS.redivision_between)
@@ -217,10 +205,7 @@ def _move_nodes(search: Search, share: float) -> None:
     if search.best is None or search.over(share) or not loads_add_up(search.problem):
         return
 
-    def over() -> bool:
-        search.meter.done += local_search.ROUND.work
-        return search.over(share)
-
+    over = partial(search.counted, local_search.ROUND.work, share)
     enough = search.bound * (1 + PROVEN_GAP / 2)
     found = local_search.improved(search.problem, search.nodes, search.best, over, enough)
     search.offer(found, "local search")
