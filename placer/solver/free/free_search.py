@@ -1,10 +1,10 @@
 """Free placements: the search around the integer program.
 
-counting bound ─▶ pair search ─▶ column generation ─▶ integer program ─▶ pair search,        ─┐
-                  divides what   lower bound          a first look       column generation,  │
-                  two devices                                            for longer          │
-                  hold                                                                       ▼
-         integer program, other rounds ◀─ column generation ◀─ integer program, a first round
+pair search ─▶ column generation ─▶ integer program ─▶ pair search,        ─┐
+divides what   lower bound          a first look       column generation,  │
+two devices                                            for longer          │
+hold                                                                       ▼
+      integer program, other rounds ◀─ column generation ◀─ integer program, a first round
 
 Where pairs of devices cannot be judged alone, nodes move one by one (``local_search.py``). A few
 devices redivide their nodes with the integer program (``local_search.py``), also between
@@ -25,7 +25,6 @@ from placer.schema.base import PROVEN_GAP
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.free import local_search, pair_search, set_graph
 from placer.solver.free.column_generation import GROUPS, share_bound
-from placer.solver.free.counting_bound import count_bound
 from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_search import PairSearch
 from placer.solver.problem import Problem
@@ -80,8 +79,7 @@ COARSE, FINE = (GROUPS, GROUPS), (2 * GROUPS, inf)
 
 
 def before_the_program(search: Search) -> None:
-    """Improve the best start: prove a bound, redivide pairs of devices, prove a better bound."""
-    _count(search)
+    """Improve the best start: redivide pairs of devices, and prove bounds."""
     pairs = _pairs(search)
     if has_many_nodes(search.problem, search.nodes):
         divided = _divide_pairs(search, pairs, ENDS.pairs, ENDS.pairs_at_last)
@@ -148,13 +146,6 @@ def _divide_pairs(
     found = pairs.improved(search.best, over, enough)
     search.offer(found, "local search")
     return found is not None
-
-
-def _count(search: Search) -> None:
-    """Prove a bound by heavy nodes of which some device holds several."""
-    if _may_share(search, ENDS.pairs):
-        upper, over = search.value, partial(search.counted, share=ENDS.pairs)
-        search.prove(count_bound(search.problem, reduced(search.problem, upper), upper, over))
 
 
 def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
