@@ -102,13 +102,13 @@ class Search:
             return True
         return self._stopped() or self._time_s() > share * self.request.time_limit_s
 
-    def counted(self, work: float) -> bool:
+    def counted(self, work: float, share: float = 1.0) -> bool:
         """Count so much work, in the measure of ``cpsat.runner.Meter``.
 
-        Whether the time, or the work, is over.
+        Whether a share of the time, or of the work, is over.
         """
         self.meter.done += work
-        return self.over(1.0)
+        return self.over(share)
 
     def _stopped(self) -> bool:
         return self.stop is not None and self.stop.is_set()

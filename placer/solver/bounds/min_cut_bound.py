@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import floor, inf
 
 from ortools.graph.python import max_flow
@@ -41,33 +40,11 @@ MOST_PINS = 20_000
 Pins = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class NodeBound:
-    """A node and what is proven of its device.
-
-    Attributes:
-        node: the node.
-        least_ms: the load of its device is at least this.
-        alone_ms: or the node is on a device that pays for no transfer, and its load is at least
-            this.
-    """
-
-    node: int
-    least_ms: float
-    alone_ms: float
-
-
 def cut_bound(problem: Problem, nodes: Reduction) -> float:
-    """Return a lower bound on the bottleneck from the tightest node_bound, in milliseconds.
+    """Return a lower bound on the bottleneck from the node whose device has most load, in ms.
 
-    0 where none is known.
-    """
-    tightest = node_bounds(problem, nodes)
-    return min(tightest[0].least_ms, tightest[0].alone_ms) if tightest else 0.0
-
-
-def node_bounds(problem: Problem, nodes: Reduction) -> list[NodeBound]:
-    """Return bounds of nodes, the tightest first; only those that improve on the previous ones.
+    A node that may be on a device that pays for no transfer counts with its work alone, if that is
+    less. The result is 0 where no bound is known.
 
     Args:
         problem: the placement problem, by objective ``throughput``.
@@ -77,37 +54,25 @@ def node_bounds(problem: Problem, nodes: Reduction) -> list[NodeBound]:
     # the load.
     nets = nets_by_pins(problem, nodes)
     if problem.request.transfers != "added" or not nets or sum(map(len, nets)) > MOST_PINS:
-        return []
+        return 0.0
     work = [least_ms(problem, nodes, node) for node in range(len(nodes.nodes))]
     alone = [alone_ms(problem, nodes, node) for node in range(len(nodes.nodes))]
-    total = sum(time for time in work if time < inf)
-    return _tightening(work, alone, nets)[::-1] if total > 0 else []
-
-
-def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) -> list[NodeBound]:
-    """Return bounds of nodes with growing least(v).
-
-    The set found for one node is a candidate set for each of its members. So their bounds are at
-    most its load.
-    """
+    if not sum(time for time in work if time < inf):
+        return 0.0
     # A device that holds only v is one of the candidate sets, so its load is an upper limit of
     # least(v). Nodes with a high limit come first: they raise `best`, and then most nodes need no
     # cut.
     most = [min(time, other) for time, other in zip(_isolated(work, nets), alone, strict=True)]
-    best = 0.0
-    found: list[NodeBound] = []
-    cutter = Cutter(work, nets)
+    best, cutter = 0.0, Cutter(work, nets)
     for node in sorted(range(len(work)), key=lambda node: -most[node]):
         if most[node] <= best:
             continue
         value, members = cutter.least([node])
-        if min(value, alone[node]) > best:
-            best = min(value, alone[node])
-            found.append(NodeBound(node, value, alone[node]))
+        best = max(best, min(value, alone[node]))
         # The set found for this node contains `member` too, so it is a candidate set for `member`.
         for member in members:
             most[member] = min(most[member], value)
-    return found
+    return best
 
 
 def _isolated(work: list[float], nets: dict[Pins, float]) -> list[float]:

@@ -27,8 +27,7 @@ last reader anywhere::
                               without r1
 
 Steps follow the profile's order, whatever the linear order, so the peak equals the placement's
-peak. Held bytes only grow. So a run of steps that a value spans keeps two numbers: how much was
-added throughout, and the run's maximum.
+peak. Held bytes only grow, so a stage's peak so far is the largest that any hold has reached.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -50,12 +48,12 @@ class _Hold(NamedTuple):
 
     Attributes:
         firsts: the stages, by first block.
-        steps: from which until before which.
+        steps: the steps.
         size: in bytes.
     """
 
     firsts: slice
-    steps: tuple[int, int]
+    steps: slice
     size: int
 
 
@@ -67,62 +65,15 @@ def inference_moments(problem: Problem, blocks: Sequence[Sequence[int]]) -> NDAr
         blocks: the layers of each block, in a topological order.
     """
     count = len(blocks)
-    held = _Held(count, len(problem.layers))
+    held = np.zeros((count, len(problem.layers)), np.int64)
+    worst = np.zeros(count, np.int64)
     moments = np.zeros((count + 1, count + 1))
     for block, joined in enumerate(_joined(problem, blocks)):
-        for hold in joined:
-            held.add(hold)
-        moments[:-1, block + 1] = held.worst
+        for firsts, steps, size in joined:
+            held[firsts, steps] += size
+            worst[firsts] = np.maximum(worst[firsts], held[firsts, steps].max(axis=1))
+        moments[:-1, block + 1] = worst
     return moments
-
-
-class _Held:
-    """The held bytes by first block and step, in runs of steps.
-
-    Args:
-        blocks: how many there are.
-        steps: likewise.
-
-    Attributes:
-        worst: by first block, the most that is held at a step.
-    """
-
-    def __init__(self, blocks: int, steps: int) -> None:
-        self.worst = np.zeros(blocks, np.int64)
-        # Runs of about sqrt(steps) balance the two parts of `add`: whole runs and single steps.
-        self._run = isqrt(steps)
-        runs = -(-steps // self._run)
-        # Split of the held bytes at a step, so that a long hold touches few numbers:
-        #    held[first, step] = _throughout[first, step // run] + _partly[first, step]
-        #    _most[first, run]  = the maximum of held over the steps of the run
-        self._throughout = np.zeros((blocks, runs), np.int64)
-        self._partly = np.zeros((blocks, runs * self._run), np.int64)
-        self._most = np.zeros((blocks, runs), np.int64)
-
-    def add(self, hold: _Hold) -> None:
-        """Count a hold; its whole runs at once."""
-        firsts, (begin, end), run = hold.firsts, hold.steps, self._run
-        first, last = begin // run, (end - 1) // run
-        self._add_within(firsts, first, begin, min(end, (first + 1) * run), hold.size)
-        if last > first:
-            self._add_within(firsts, last, last * run, end, hold.size)
-        if last > first + 1:
-            self._throughout[firsts, first + 1 : last] += hold.size
-            most = self._most[firsts, first + 1 : last]
-            most += hold.size
-            self._raise(self.worst[firsts], most.max(axis=1))
-
-    def _add_within(self, firsts: slice, run: int, begin: int, end: int, size: int) -> None:
-        """Add the bytes of a hold at some steps of a run."""
-        here = self._partly[firsts, begin:end]
-        here += size
-        most = here.max(axis=1) + self._throughout[firsts, run]
-        self._raise(self._most[firsts, run], most)
-        self._raise(self.worst[firsts], most)
-
-    @staticmethod
-    def _raise(known: NDArray[np.int64], most: NDArray[np.int64]) -> None:
-        np.maximum(known, most, out=known)
 
 
 def _joined(problem: Problem, blocks: Sequence[Sequence[int]]) -> list[list[_Hold]]:
@@ -132,7 +83,7 @@ def _joined(problem: Problem, blocks: Sequence[Sequence[int]]) -> list[list[_Hol
     for step, layer in enumerate(problem.layers):
         block, size = block_of[step], layer.forward_workspace_bytes
         if size:
-            joined[block].append(_Hold(slice(0, block + 1), (step, step + 1), size))
+            joined[block].append(_Hold(slice(0, block + 1), slice(step, step + 1), size))
     for value in problem.values:
         for block, hold in _holds(value, block_of) if value.held_bytes else ():
             joined[block].append(hold)
@@ -153,7 +104,7 @@ def _holds(value: Value, block_of: dict[int, int]) -> Iterator[tuple[int, _Hold]
         # earlier, and each extension is one rectangle of stages and steps.
         while held and held[-1][1] < until:
             first, known = held.pop()
-            yield block, _Hold(slice(first, end), (known + 1, until + 1), value.held_bytes)
+            yield block, _Hold(slice(first, end), slice(known + 1, until + 1), value.held_bytes)
             end = first
         held.append((end, until))
 

@@ -24,7 +24,7 @@ only there. So sums (``memory_bounds.least_by_node``, ``most_by_node``) decide m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import factorial, inf, prod
 from typing import Literal
@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 
 from placer.schedule import least_in_flight
 from placer.solver.bounds.memory_bounds import can_bind, least_by_node, most_by_node
-from placer.solver.chain.optimal_cuts import ROWS
 from placer.solver.contiguous import ideal_frontiers
 from placer.solver.contiguous.class_windows import ClassNets, Graph, Windows
 from placer.solver.contiguous.ideal_frontiers import Between, Frontier, Range
@@ -334,10 +333,9 @@ class _Chains:
         rows = np.argsort(before.sums(work), kind="stable")
         before, reached = before.some(rows), self.reached[-1][rows]
         begins, ends = before.sums(work), behind.sums(work)
-        blocks = list(self._blocks(begins, ends, ROUNDING * float(work.sum())))
-        self.pairs += sum(
-            (one.stop - one.start) * (other.stop - other.start) for one, other in blocks
-        )
+        slack = ROUNDING * float(work.sum())
+        blocks, pairs = ideal_frontiers.blocks(begins, ends, self.within, slack)
+        self.pairs += pairs
         if self.pairs > MOST_PAIRS:
             return None
         value = np.full(len(behind), inf)
@@ -346,19 +344,6 @@ class _Chains:
             table = loads.chains(one, other, reached[one], np.minimum(value[other], self.within))
             value[other] = np.minimum(value[other], table.min(axis=0))
         return value
-
-    def _blocks(self, begins: Vector, ends: Vector, slack: float) -> Iterator[tuple[slice, slice]]:
-        """Yield ranges of ideals and of their possible successors, both by work."""
-        # Both lists are sorted by work, so the possible successors of a block of rows are one range
-        # of columns:
-        #     begins   |--rows--|            successors have between begins[start] and
-        #     ends     ....|-----------|...   begins[stop - 1] + the bottleneck
-        for start in range(0, len(begins), ROWS):
-            stop = min(start + ROWS, len(begins))
-            first = int(np.searchsorted(ends, begins[start] - slack))
-            last = int(np.searchsorted(ends, begins[stop - 1] + self.within + slack, side="right"))
-            if last > first:
-                yield slice(start, stop), slice(first, last)
 
     def read(self) -> list[int]:
         """Return, by layer, its device, following the best choices from the last ideal."""

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.solver.chain.optimal_cuts import ROWS
 from placer.solver.contiguous.transfer_windows import Windows
 from placer.solver.problem import ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction, joined_nets
@@ -229,6 +230,31 @@ def next_frontier(before: Frontier, stage: int, ranges: Sequence[Range]) -> Fron
         if len(taken) > MOST_IDEALS:
             return None
     return Frontier(graph, must, np.array(free, np.int64), taken)
+
+
+def blocks(
+    begins: Vector, ends: Vector, most: float, slack: float
+) -> tuple[list[tuple[slice, slice]], int]:
+    """Return ranges of ideals and of their possible successors, and the number of pairs in all.
+
+    Args:
+        begins: the work of the ideals, ascending.
+        ends: the work of the later ideals, ascending.
+        most: the most work that a stage can add.
+        slack: the rounding error of sums of work.
+    """
+    # The possible successors of a block of rows are one range of columns:
+    #     begins   |--rows--|            successors have between begins[start] and
+    #     ends     ....|-----------|...   begins[stop - 1] + most
+    found, pairs = [], 0
+    for start in range(0, len(begins), ROWS):
+        stop = min(start + ROWS, len(begins))
+        first = int(np.searchsorted(ends, begins[start] - slack))
+        last = int(np.searchsorted(ends, begins[stop - 1] + most + slack, side="right"))
+        if last > first:
+            found.append((slice(start, stop), slice(first, last)))
+            pairs += (stop - start) * (last - first)
+    return found, pairs
 
 
 class Between:

@@ -21,7 +21,7 @@ NeurIPS 2020, section 5.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, log2, prod
@@ -29,7 +29,7 @@ from math import inf, log2, prod
 import numpy as np
 
 from placer.solver.bounds import memory_bounds
-from placer.solver.chain.optimal_cuts import ROWS, Counts, Cut, kinds_left, one_less
+from placer.solver.chain.optimal_cuts import Counts, Cut, kinds_left, one_less
 from placer.solver.contiguous.ideal_frontiers import (
     MOST_IDEALS,
     Between,
@@ -39,6 +39,7 @@ from placer.solver.contiguous.ideal_frontiers import (
     Range,
     Table,
     Vector,
+    blocks,
     next_frontier,
 )
 from placer.solver.contiguous.transfer_windows import narrowed_windows
@@ -214,7 +215,7 @@ class _Chains:
         every = next_frontier(self.frontiers[-1], stage, self._ranges(stage))
         if every is None:
             return False
-        # Sorted by work, so that `_blocks` finds possible successors by binary search.
+        # Sorted by work, so that `blocks` finds possible successors by binary search.
         every = every.some(np.argsort(every.sums(self.fastest), kind="stable"))
         able = [self._can_be(counts, every) for counts in states]
         some = np.any(able, axis=0)
@@ -240,15 +241,13 @@ class _Chains:
 
         Whether the pairs are not too many.
         """
-        blocks = list(self._blocks(before.sums(self.fastest), behind.sums(self.fastest)))
-        pairs = sum(
-            (rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in blocks
-        )
+        begins, ends = before.sums(self.fastest), behind.sums(self.fastest)
+        found, pairs = blocks(begins, ends, max(self._work_each), self._slack)
         if self.pairs + pairs > MOST_PAIRS:
             return False
         self.pairs += pairs
         between, added = Between(before, behind), self._added(before, behind)
-        for rows, columns in blocks:
+        for rows, columns in found:
             self._through(rows, columns, between, added, values)
         return True
 
@@ -257,16 +256,6 @@ class _Chains:
         if self.unordered is None:
             return None
         return UnorderedLoads(self.unordered, before, behind)
-
-    def _blocks(self, begins: Vector, ends: Vector) -> Iterator[tuple[slice, slice]]:
-        """Yield ranges of ideals and of their possible successors, both by work."""
-        longest = max(one.most for one in self.classes) + self._slack
-        for start in range(0, len(begins), ROWS):
-            stop = min(start + ROWS, len(begins))
-            first = int(np.searchsorted(ends, begins[start] - self._slack))
-            last = int(np.searchsorted(ends, begins[stop - 1] + longest, side="right"))
-            if last > first:
-                yield slice(start, stop), slice(first, last)
 
     def _through(
         self,

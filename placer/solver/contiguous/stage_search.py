@@ -129,7 +129,7 @@ def _place_unordered(
     problem = search.problem
     if stage_program.applies(problem) and stage_program.worth_building(problem, nodes):
         model = UnorderedModel(problem, nodes, search.better(), devices, unordered)
-        search.offer(model.solve(search.limits(SWEEP.short)).devices, "ideals")
+        search.offer(model.solve(search.quietly(SWEEP.short)).devices, "ideals")
 
 
 def _worth_chains(search: Search, threshold: float) -> bool:

@@ -363,7 +363,7 @@ class _Shares:
         """Return runs of the sweep that cost about the same."""
         groups: list[list[int]] = []
         whole, passed = sum(max(0.0, price) for price in prices), 0.0
-        for step in self.graph.fastest.steps:
+        for step in self.graph.kinds[0].steps:
             if not groups or passed >= len(groups) * whole / count or count >= len(prices):
                 groups.append([])
             groups[-1].append(step.node)

@@ -1,10 +1,10 @@
 """Free placements: the search around the integer program.
 
-counting bound ─▶ pair search ─▶ column generation ─▶ integer program ─▶ pair search,        ─┐
-                  divides what   lower bound          a first look       column generation,  │
-                  two devices                                            for longer          │
-                  hold                                                                       ▼
-         integer program, other rounds ◀─ column generation ◀─ integer program, a first round
+pair search ─▶ column generation ─▶ integer program ─▶ pair search,        ─┐
+divides what   lower bound          a first look       column generation,  │
+two devices                                            for longer          │
+hold                                                                       ▼
+      integer program, other rounds ◀─ column generation ◀─ integer program, a first round
 
 Where pairs of devices cannot be judged alone, nodes move one by one (``local_search.py``). A few
 devices redivide their nodes with the integer program (``local_search.py``), also between
@@ -16,8 +16,8 @@ by column generation with large groups and a first look of the integer program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from placer.schema.base import PROVEN_GAP
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.free import local_search, pair_search, set_graph
 from placer.solver.free.column_generation import GROUPS, share_bound
-from placer.solver.free.counting_bound import count_bound
 from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_search import PairSearch
 from placer.solver.problem import Problem
@@ -80,8 +79,7 @@ COARSE, FINE = (GROUPS, GROUPS), (2 * GROUPS, inf)
 
 
 def before_the_program(search: Search) -> None:
-    """Improve the best start: prove a bound, redivide pairs of devices, prove a better bound."""
-    _count(search)
+    """Improve the best start: redivide pairs of devices, and prove bounds."""
     pairs = _pairs(search)
     if has_many_nodes(search.problem, search.nodes):
         divided = _divide_pairs(search, pairs, ENDS.pairs, ENDS.pairs_at_last)
@@ -137,10 +135,12 @@ def _divide_pairs(
     """
     if pairs is None or search.best is None or not search.open():
         return False
-    count_work, searched = _counter(search, share), pairs
+    searched = pairs
 
     def over(work: float) -> bool:
-        return count_work(work) and (searched.idle >= IDLE_ROUNDS or search.over(longest))
+        return search.counted(work, share) and (
+            searched.idle >= IDLE_ROUNDS or search.over(longest)
+        )
 
     enough = search.bound * (1 + PROVEN_GAP / 2)
     found = pairs.improved(search.best, over, enough)
@@ -148,21 +148,10 @@ def _divide_pairs(
     return found is not None
 
 
-def _count(search: Search) -> None:
-    """Prove a bound by heavy nodes of which some device holds several."""
-    if _may_share(search, ENDS.pairs):
-        upper = search.value
-        search.prove(
-            count_bound(
-                search.problem, reduced(search.problem, upper), upper, _counter(search, ENDS.pairs)
-            )
-        )
-
-
 def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
     """Prove a bound, or that nothing is better, with this many groups of nodes per device."""
     if _may_share(search, share):
-        upper, over = search.better(), _counter(search, share)
+        upper, over = search.better(), partial(search.counted, share=share)
         bound = share_bound(
             search.problem, reduced(search.problem, upper), upper, search.bound, over, groups
         )
@@ -195,16 +184,6 @@ def _may_prove(search: Search, share: float) -> bool:
     return search.best is not None and search.open() and not search.over(share)
 
 
-def _counter(search: Search, share: float) -> Callable[[float], bool]:
-    """Return a function that counts work and returns whether a share of it, or of time, is over."""
-
-    def over(work: float) -> bool:
-        search.meter.done += work
-        return search.over(share)
-
-    return over
-
-
 def between_rounds(search: Search) -> None:
     """Redivide a few devices and prove bounds, between rounds of the program."""
     _redivide(search, ENDS.redivision_between)
@@ -217,10 +196,7 @@ def _move_nodes(search: Search, share: float) -> None:
     if search.best is None or search.over(share) or not loads_add_up(search.problem):
         return
 
-    def over() -> bool:
-        search.meter.done += local_search.ROUND.work
-        return search.over(share)
-
+    over = partial(search.counted, local_search.ROUND.work, share)
     enough = search.bound * (1 + PROVEN_GAP / 2)
     found = local_search.improved(search.problem, search.nodes, search.best, over, enough)
     search.offer(found, "local search")

@@ -55,12 +55,10 @@ class SetGraph:
 
     Attributes:
         kinds: the devices that pay for transfers.
-        fastest: the same devices, were each as good as the best for every node and net.
         free_ms: by device that pays for no transfer, by node.
     """
 
     kinds: list[Kind]
-    fastest: Kind
     free_ms: list[list[float]]
 
 
@@ -93,19 +91,19 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     best = _best_link(problem, paying)
     if best is None or len(nodes.nodes) > MOST_NODES:
         return None
-    cuts = {link: _cuts(problem, nodes, link) for link in {best, *links.values()}}
     work = _work_ms(problem, nodes)
     least = [min(work[device][node] for device in paying) for node in range(len(nodes.nodes))]
     if not any(least):
         return None
-    alike = Counter((links[device], _able_ms(nodes, work, device)) for device in paying)
-    fastest = Kind(min(len(paying), problem.most_devices), *cuts[best], least)
-    # If some devices must stay unused, it is open how many of each kind are used. Then all of them
-    # count as the fastest.
-    distinguished = len(paying) <= problem.most_devices
-    kinds = [Kind(count, *cuts[link], list(able)) for (link, able), count in alike.items()]
     free = [work[device] for device in sorted(problem.untaxed)]
-    return SetGraph(kinds if distinguished else [fastest], fastest, free)
+    # If some devices must stay unused, it is open how many of each kind are used. Then all of them
+    # count as good as the best for every node and net.
+    if len(paying) > problem.most_devices:
+        return SetGraph([Kind(problem.most_devices, *_cuts(problem, nodes, best), least)], free)
+    cuts = {link: _cuts(problem, nodes, link) for link in set(links.values())}
+    alike = Counter((links[device], _able_ms(nodes, work, device)) for device in paying)
+    kinds = [Kind(count, *cuts[link], list(able)) for (link, able), count in alike.items()]
+    return SetGraph(kinds, free)
 
 
 def _work_ms(problem: Problem, nodes: Reduction) -> list[list[float]]:

@@ -8,6 +8,7 @@ list schedules ─▶ few nodes: a first look of the program ─▶ local search
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -72,10 +73,7 @@ def _move_layers(search: Search, share: float, patience: float = inf) -> None:
     if search.best is None or not search.open() or search.over(share):
         return
 
-    def over(work: float) -> bool:
-        search.meter.done += work
-        return search.over(share)
-
+    over = partial(search.counted, share=share)
     enough = search.bound * (1 + PROVEN_GAP / 2)
     for devices in latency_moves.improved(
         search.problem, search.nodes, search.best, over, enough, patience

@@ -60,7 +60,7 @@ from placer.solver.memory import Footprint, footprint, held_with
 from placer.solver.problem import Problem
 from placer.solver.replicas import gradient_exchange
 from placer.solver.replicas.gradient_exchange import Exchange
-from placer.solver.replicas.replication import Links, Replication, replication, shared_layer
+from placer.solver.replicas.replication import Links, Replication, replication, shared_profile
 
 Messages = Sequence[tuple[tuple[int, int], int]]
 """Pairs of a sender and a receiver, with the number of units that pass between them."""
@@ -233,15 +233,11 @@ class GroupModel:
     def _problem_of(self, replicas: int) -> Problem:
         """Return the problem of one of so many replicas, which has its part of the optimizer."""
         if replicas not in self._problems:
-            profile = self.problem.request.profile
-            share = profile.optimizer_workspace_ratio / replicas
-            request = self.problem.request.model_copy(
-                update={"profile": profile.model_copy(update={"optimizer_workspace_ratio": share})}
-            )
+            profile = shared_profile(self.problem.request.profile, replicas)
             self._problems[replicas] = replace(
                 self.problem,
-                request=request,
-                layers=tuple(shared_layer(layer, replicas) for layer in self.problem.layers),
+                request=self.problem.request.model_copy(update={"profile": profile}),
+                layers=profile.layers,
                 replication=Replication(replicas, (), ()) if replicas > 1 else None,
             )
         return self._problems[replicas]

@@ -38,9 +38,8 @@ only needed by numbers of replicas that have next to no common divisor."""
 Stages = tuple[tuple[int, int, int], ...]
 """Starts and ends of stages, as positions in ``GroupBounds.ends``, and numbers of replicas."""
 
-BOUNDS_PART, BEST_FIRST_PART = 0.4, 0.7
-"""The parts of the time after which no more bounds are computed, and after which plans are no
-longer tried in the order of their bounds."""
+BOUNDS_PART = 0.4
+"""The part of the time after which no more bounds are computed."""
 
 Open = tuple[float, int, int, "GroupChoice", Part, Iterator[Part]]
 
@@ -62,13 +61,11 @@ class GroupChoice:
         bound: the lowest bound of its plans that are left out or still open.
         groups: of the best plan; None without one.
         costs: of the best plan.
-        stages: of the best plan.
     """
 
     model: GroupModel
     bounds: GroupBounds
     bound: float = inf
-    stages: Stages = ()
     groups: tuple[Group, ...] | None = None
     costs: GroupCosts | None = None
 
@@ -133,10 +130,6 @@ class GroupSearch:
         heap = self._begun(models)
         is_complete = next(models, None) is None
         self._best_first(heap, known)
-        if heap and heap[0][0] < self._limit(known):
-            placed = [choice for choice in self.choices if choice.costs is not None]
-            for choice in sorted(placed, key=lambda choice: choice.value):
-                self._improve(choice)
         if self._has_one_order:
             for bound, _, _, choice, _, _ in heap:
                 choice.bound = min(choice.bound, max(bound, self.least))
@@ -161,7 +154,7 @@ class GroupSearch:
 
     def _best_first(self, heap: list[Open], known: float) -> None:
         """Extend the plan with the lowest bound, as long as it may be better than the best."""
-        while heap and not self.is_over(BEST_FIRST_PART):
+        while heap and not self.is_over():
             # at least one plan, to be compared
             if heap[0][0] >= self._limit(known) and self.best is not None:
                 break
@@ -199,43 +192,26 @@ class GroupSearch:
         best = min([known, *(choice.value for choice in self.choices)])
         return best * (1 - PROVEN_GAP / 2)
 
-    def _offer(self, choice: GroupChoice, stages: Stages, bound: float | None = None) -> bool:
+    def _offer(self, choice: GroupChoice, stages: Stages, bound: float) -> None:
         """Compute the costs of a plan, and keep it if it is the best of its choice.
 
         Args:
             choice: that the plan belongs to.
             stages: of the plan.
-            bound: of the plan on whatever devices; None if it is an open plan, too.
-
-        Returns:
-            Whether it is the best plan.
+            bound: of the plan on whatever devices.
         """
         # Plans with one number of replicas for all stages belong to the search for equal pipelines.
         counts = [count for _, _, count in stages]
         least = self.request.constraints.min_devices or 1
         is_own = len(set(counts)) > 1 and units_of(counts) == choice.model.units
         if not is_own or not least <= sum(counts) <= self._most:
-            return False
-        before = choice.value
-        if bound is not None and self._has_one_order and self._problem.one_link is None:
+            return
+        if self._has_one_order and self._problem.one_link is None:
             choice.bound = min(choice.bound, max(bound, self.least))  # of other groups of devices
         for groups in self._seated(choice, stages):
             result = choice.model.evaluate(groups, choice.value)
             if result is not None:
-                choice.groups, choice.costs, choice.stages = groups, result, stages
-        return choice.value < before
-
-    def _improve(self, choice: GroupChoice) -> None:
-        """Apply small changes to the best plan of a choice, as long as one helps."""
-        is_better = True
-        while is_better:
-            is_better = False
-            for stages in _neighbours(choice.stages, choice.bounds):
-                if self.is_over():
-                    return
-                if self._offer(choice, stages):
-                    is_better = True
-                    break
+                choice.groups, choice.costs = groups, result
 
     def _seated(self, choice: GroupChoice, stages: Stages) -> Iterator[tuple[Group, ...]]:
         """Yield the groups of a plan on devices: stages in order, and large stages in one host."""
@@ -367,22 +343,3 @@ def _by_host(counts: Sequence[int], hosts: Sequence[list[int]]) -> list[tuple[in
             taken += part
         found[stage] = tuple(sorted(taken))
     return [found[stage] for stage in range(len(counts))]
-
-
-def _neighbours(stages: Stages, bounds: GroupBounds) -> Iterator[Stages]:
-    """Yield plans with one end of a stage moved, or replicas moved from a stage to another."""
-    for number in range(len(stages) - 1):
-        (start, stop, count), (_, end, other) = stages[number], stages[number + 1]
-        shifts = [2**power for power in range((end - start).bit_length())]
-        for moved in (stop + sign * shift for shift in shifts for sign in (1, -1)):
-            if start < moved < end:
-                pair = (start, moved, count), (moved, end, other)
-                yield (*stages[:number], *pair, *stages[number + 2 :])
-    for giver, taker in itertools.permutations(range(len(stages)), 2):
-        less = [count for count in bounds.counts if count < stages[giver][2]]
-        more = [count for count in bounds.counts if count > stages[taker][2]]
-        if less and more:
-            changed = list(stages)
-            changed[giver] = (*stages[giver][:2], max(less))
-            changed[taker] = (*stages[taker][:2], min(more))
-            yield tuple(changed)

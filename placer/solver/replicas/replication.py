@@ -139,18 +139,17 @@ def shared_profile(profile: Profile, replicas: int) -> Profile:
 
     State, temporaries and time of the optimizer are divided evenly; state is rounded up by layer.
     """
-    layers = tuple(shared_layer(layer, replicas) for layer in profile.layers)
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "optimizer_ms": {kind: ms / replicas for kind, ms in layer.optimizer_ms.items()},
+                "optimizer_bytes": -(-layer.optimizer_bytes // replicas),
+            }
+        )
+        for layer in profile.layers
+    )
     share = profile.optimizer_workspace_ratio / replicas
     return profile.model_copy(update={"layers": layers, "optimizer_workspace_ratio": share})
-
-
-def shared_layer(layer: Layer, replicas: int) -> Layer:
-    """Return a layer with one replica's part of the optimizer."""
-    changed = {
-        "optimizer_ms": {kind: ms / replicas for kind, ms in layer.optimizer_ms.items()},
-        "optimizer_bytes": -(-layer.optimizer_bytes // replicas),
-    }
-    return layer.model_copy(update=changed)
 
 
 TIMES = ("forward_ms", "backward_ms", "weight_grad_ms")

@@ -80,14 +80,6 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
     return replace(problem, request=asked)
 
 
-def with_few_crossings(problem: Problem) -> Problem:
-    """Return the same question where transfers add to the bottleneck.
-
-    Each delays a step, though nobody works on it.
-    """
-    return replace(problem, request=problem.request.model_copy(update={"transfers": "added"}))
-
-
 def work_alone(problem: Problem) -> Problem:
     """Return the same question without transfer times: several lanes may overlap on a device."""
     numbers = range(len(problem.devices))

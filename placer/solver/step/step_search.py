@@ -48,7 +48,6 @@ from placer.solver.step.choices import (
     choice_of,
     in_order,
     questions,
-    with_few_crossings,
     work_alone,
 )
 
@@ -346,14 +345,11 @@ class StepSearch:
             segments were taken to hold less.
         """
         found = self._searched(choice, choice.bottleneck, share)
-        if found and self._over(choice, share):
-            return found
-        if found and choice.devices is None and by_segment(choice.problem):
+        is_over = self._over(choice, share)
+        if found and not is_over and choice.devices is None and by_segment(choice.problem):
             found += self._searched(
                 choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share
             )
-        if found and not choice.problem.contiguous:
-            found += self._searched(choice, with_few_crossings(choice.bottleneck), share)
         return found
 
     def _bound_by_work(self, choice: Choice, share: Share) -> None:

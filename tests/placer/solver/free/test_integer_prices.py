@@ -71,7 +71,8 @@ def by_whole_prices(problem, upper):
     if graph is None:
         return 0.0
     search = column_generation._Shares(graph, upper, 0.0, lambda work: False)
-    search._try_whole([work / upper for work in graph.fastest.work_ms])
+    works = zip(*(kind.work_ms for kind in graph.kinds), strict=True)
+    search._try_whole([min(times) / upper for times in works])
     return search.known
 
 
