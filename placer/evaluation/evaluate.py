@@ -23,8 +23,8 @@ from placer.schema import (
 from placer.schema.base import FormatName
 from placer.schema.judgement import Best
 from placer.schema.options import combined
-from placer.solver import generation
 from placer.solver.answer import single_device
+from placer.solver.latency import generation
 from placer.solver.problem import Problem
 from placer.solver.replicas.group_maps import Map
 from placer.solver.solve import solve

@@ -35,7 +35,7 @@ from placer.schema import (
     SuggestOptions,
 )
 from placer.schema.options import combined
-from placer.solver import generation
+from placer.solver.latency import generation
 from placer.utils.dtypes import as_dtype
 from placer.utils.option_checks import require_count
 from placer_client.suggest import answer, or_error, question

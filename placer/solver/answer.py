@@ -10,11 +10,12 @@ from placer.errors import InputError
 from placer.schema import DeviceLoad, Infeasibility, Placement, SingleDevice
 from placer.schema.base import LONGEST_MS, PROVEN_GAP
 from placer.solver import costs
+from placer.solver.pass_times import Assignment
 from placer.solver.problem import ROUNDING, Problem
 
 
 def found(
-    problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float
+    problem: Problem, assignment: Assignment, bound: float, method: str, solve_time_s: float
 ) -> Placement:
     """Return the placement of an assignment that meets every requirement."""
     result = costs.costs_of(problem, assignment)
@@ -24,7 +25,7 @@ def found(
 
 def placed(
     problem: Problem,
-    assignment: costs.Assignment,
+    assignment: Assignment,
     result: costs.Costs,
     bound: float,
     method: str,
@@ -75,8 +76,8 @@ def proof(value: float, bound: float) -> dict[str, Any]:
 
 
 def _in_order_of_names(
-    problem: Problem, assignment: costs.Assignment, before: costs.Costs
-) -> tuple[costs.Assignment, costs.Costs]:
+    problem: Problem, assignment: Assignment, before: costs.Costs
+) -> tuple[Assignment, costs.Costs]:
     """Return the placement with stages on devices of a type in the order of the devices' names.
 
     Alike devices can be exchanged without any change of costs. But batches mostly lie on the first
@@ -180,7 +181,7 @@ def header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any]
 
 
 def device_loads(
-    problem: Problem, assignment: costs.Assignment, result: costs.Costs
+    problem: Problem, assignment: Assignment, result: costs.Costs
 ) -> tuple[DeviceLoad, ...]:
     """Return the load of each device under an assignment, with the busiest devices marked."""
     busiest = max(result.load_ms)

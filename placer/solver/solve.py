@@ -15,7 +15,7 @@ devices of few classes over unlike links (``order_search.py``). Objectives ``ste
 have their own searches (``step_search.py``, ``fewest_devices.py``), which use this one for small
 bottlenecks. Where replicas are asked for, ``replica_search.py`` runs these searches for each shape.
 Objective ``generation`` asks for the latency and the bottleneck of a mean pass
-(``generation.py``). Where ``host_memory_bytes`` or ``disk_bytes`` is given, parameters
+(``latency/generation.py``). Where ``host_memory_bytes`` or ``disk_bytes`` is given, parameters
 may rest on the host (``host_weights.py``), as may optimizer state (``step/state_on_host.py``).
 """
 
@@ -32,7 +32,7 @@ from typing import NamedTuple
 from placer.errors import InputError, kind_of
 from placer.exports.restriction import expressible, restricted_reason
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
-from placer.solver import answer, every_map, generation, ties
+from placer.solver import answer, every_map, ties
 from placer.solver.bounds import simple_bounds
 from placer.solver.chain import initial_placements, optimal_cuts
 from placer.solver.check import check
@@ -57,7 +57,7 @@ from placer.solver.explain.infeasible import (
 )
 from placer.solver.fewest_devices import FewestSearch, Outcome
 from placer.solver.free import free_search
-from placer.solver.latency import host_weights, latency_search
+from placer.solver.latency import generation, host_weights, latency_search
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.replicas.gradient_exchange import with_amortised_exchanges

@@ -77,7 +77,7 @@ def profile_of(request: PlacementRequest, placement: Placement) -> Profile:
 
 def _asked(request: PlacementRequest, placement: Placement) -> PlacementRequest:
     """Return the request with the micro-batches and the schedule of the placement."""
-    from placer.solver.generation import mean_pass_request
+    from placer.solver.latency.generation import mean_pass_request
     from placer.solver.step.choices import question_of
 
     if request.objective == "generation":
@@ -247,12 +247,14 @@ def _with_copies(
     placement: Placement,
 ) -> schedule.Pipeline:
     """Return the pipeline with the copies of resting parameters as a part of its passes."""
-    from placer.solver import costs, pipelines
+    from placer.solver import pass_times, pipelines
 
     stage_of, places = pipelines.staged(problem, assignment, stages)
     forward_ms = [0.0] * len(places)
     resting = problem.by_number(placement.resting)
-    for stage, own_ms in zip(stage_of, costs.layer_ms(problem, assignment, resting), strict=True):
+    for stage, own_ms in zip(
+        stage_of, pass_times.layer_ms(problem, assignment, resting), strict=True
+    ):
         forward_ms[stage] += own_ms
     return replace(pipeline, forward_ms=tuple(forward_ms))
 

@@ -35,9 +35,8 @@ from types import MappingProxyType
 
 from placer.schema import Device, Infeasibility, Placement, PlacementRequest
 from placer.schema.base import LARGEST_BYTES, Tier
-from placer.solver import answer, costs
+from placer.solver import answer, costs, pass_times
 from placer.solver.bounds import simple_bounds
-from placer.solver.costs import Resting
 from placer.solver.latency import resting_bounds
 from placer.solver.latency.resting_layers import (
     RestingRules,
@@ -47,6 +46,7 @@ from placer.solver.latency.resting_layers import (
     shifted,
     units_of,
 )
+from placer.solver.pass_times import Resting
 from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import reduced
 from placer.utils.units import bytes_text
@@ -286,7 +286,7 @@ class _Search:
                         "disk_bytes": sum(
                             self._sizes[layer] for layer in own if best.resting[layer] == "disk"
                         ),
-                        "streaming_ms": costs.copying_ms(problem, own, number, best.resting),
+                        "streaming_ms": pass_times.copying_ms(problem, own, number, best.resting),
                     }
                 )
             )
@@ -423,9 +423,9 @@ class _Search:
     def _value_ms(self, assignment: tuple[int, ...], resting: Resting) -> float:
         """Return the mean latency of the passes, or the mean pass's latency if nothing rests."""
         if not resting:
-            return costs.latency_ms(self._problem, assignment)
+            return pass_times.latency_ms(self._problem, assignment)
         return sum(
-            share * costs.latency_ms(one, assignment, resting=resting)
+            share * pass_times.latency_ms(one, assignment, resting=resting)
             for share, one in self._passes
         )
 

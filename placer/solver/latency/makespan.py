@@ -1,8 +1,8 @@
 """A pass over all layers in their order, updated as layers move to other devices.
 
-It implements the formulas of ``costs.py``. Everything before the first moved layer stays the same.
-A move is given up as soon as a finish, with the longest way from there to the end, exceeds the
-limit.
+It implements the formulas of ``pass_times.py``. Everything before the first moved layer stays the
+same. A move is given up as soon as a finish, with the longest way from there to the end, exceeds
+the limit.
 """
 
 from __future__ import annotations

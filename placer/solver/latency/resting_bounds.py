@@ -48,7 +48,7 @@ from typing import Any
 from ortools.linear_solver import pywraplp
 
 from placer.schema.base import Tier, copies_chosen_experts
-from placer.solver import costs
+from placer.solver import pass_times
 from placer.solver.bounds.simple_bounds import fastest_ms
 from placer.solver.latency.resting_layers import RestingRules, least_sum
 from placer.solver.problem import Problem, arcs_of
@@ -272,9 +272,9 @@ class _Program:
         """Return the least time of a layer's copies on a device that may have it."""
         rules = self._rules
         # Experts are chosen only if enough of them rest, of all layers at most.
-        choices: list[costs.Resting] = [{layer: tier}, dict.fromkeys(rules.layers, tier)]
+        choices: list[pass_times.Resting] = [{layer: tier}, dict.fromkeys(rules.layers, tier)]
         return min(
-            costs.copying_ms(problem, [layer], device, resting)
+            pass_times.copying_ms(problem, [layer], device, resting)
             for device in rules.readers[tier]
             if device in problem.allowed[layer]
             for resting in choices

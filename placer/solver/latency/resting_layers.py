@@ -10,7 +10,7 @@ from math import gcd
 
 from placer.schema import Device, PlacementRequest
 from placer.schema.base import LARGEST_BYTES, WHOLE, Tier, module_paths
-from placer.solver.costs import Resting
+from placer.solver.pass_times import Resting
 from placer.solver.problem import Problem
 
 MOST_SUMS = 20_000_000

@@ -1,7 +1,7 @@
 """The referee's own reading of objective ``generation``: a mean pass, and what follows from it.
 
 It shares nothing with the solver, and implements the formulas in the docstring of
-``placer/solver/generation.py`` a second time: with fractions, and by counting values.
+``placer/solver/latency/generation.py`` a second time: with fractions, and by counting values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The referee's own computation of latency, as in the docstring of ``costs.py``."""
+"""The referee's own computation of latency, as in the docstring of ``pass_times.py``."""
 
 from __future__ import annotations
 

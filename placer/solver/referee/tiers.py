@@ -1,4 +1,4 @@
-"""The referee's own rules of resting parameters, as ``costs.py`` describes them."""
+"""The referee's own rules of resting parameters, as ``pass_times.py`` describes them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import pytest
 
 from placer.schema import Cluster, Device, Edge, Layer, Link, PlacementRequest, Profile
-from placer.solver import costs
+from placer.solver import costs, pass_times
 from placer.solver.problem import Problem
 
 
@@ -112,15 +112,15 @@ def test_a_stage_needs_room_for_as_many_as_there_are_stages_left(chunks, flights
 
 def test_latency_waits_for_transfers_and_for_the_device():
     # a 0-1, sent 1-101; b 101-102, sent to z 102-122; c on y 102-103; d on z 122-123
-    assert costs.latency_ms(problem(), [0, 1, 1, 2]) == 123
+    assert pass_times.latency_ms(problem(), [0, 1, 1, 2]) == 123
     # on one device everything follows: four layers of 1 ms
-    assert costs.latency_ms(problem(), [0, 0, 0, 0]) == 4
+    assert pass_times.latency_ms(problem(), [0, 0, 0, 0]) == 4
 
 
 def test_the_backward_pass_starts_when_all_forward_passes_have_finished():
     # forwards 123; backwards d on z 0-2, gradient 4 ms back to y: 6; c on y 0-2; b on y 6-8,
     # gradient 4: 12; a 12-14
-    assert costs.latency_ms(problem(training=True), [0, 1, 1, 2]) == 123 + 14
+    assert pass_times.latency_ms(problem(training=True), [0, 1, 1, 2]) == 123 + 14
 
 
 def test_stages_that_feed_each_other_are_no_contiguous_placement():

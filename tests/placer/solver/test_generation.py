@@ -13,7 +13,7 @@ from placer import GenerationOptions, Placement, PlacementRequest, Profile, eval
 from placer.errors import InputError, PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link
 from placer.solver.check import check
-from placer.solver.generation import mean_pass, passes_of
+from placer.solver.latency.generation import mean_pass, passes_of
 from placer_server.judge.timeline import timeline
 
 NAMES = ("a", "b", "c", "d")

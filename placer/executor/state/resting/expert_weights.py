@@ -6,7 +6,7 @@
 Before a module of experts runs, the rows of the chosen experts are copied into a slot; the other
 rows keep what was there, and nothing reads them. The copies depend on what the router computes, so
 they are neither issued ahead nor recorded. ``copies_chosen_experts`` of the schema says from how
-many bytes on this gains, and ``solver/costs.py`` has the times.
+many bytes on this gains, and ``solver/pass_times.py`` has the times.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ parameters are copied while earlier layers compute::
     slot 1                2────────▶        4────────▶
     copies       [1][2]    [3]      [4]      ...
 
-A copy into a slot begins when the slot's previous layer has run. ``solver/costs.py`` has the times.
-The views of a slot never move, so recorded passes may read them.
+A copy into a slot begins when the slot's previous layer has run. ``solver/pass_times.py`` has the
+times. The views of a slot never move, so recorded passes may read them.
 """
 
 from __future__ import annotations

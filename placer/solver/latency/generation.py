@@ -63,7 +63,7 @@ from placer.schema import (
     SingleDevice,
 )
 from placer.schema.base import Tier
-from placer.solver import answer, costs
+from placer.solver import answer, costs, pass_times
 from placer.solver.latency.host_weights import WeightedPass
 from placer.solver.problem import Problem
 from placer.solver.search import Incumbent, Progress
@@ -317,7 +317,7 @@ def generation_ms(
         return first_ms + (later and later * _pass_ms(request, passes.token, where, resting))
     problem = Problem.from_request(mean_pass_request(request))
     assignment = problem.assignment_of(where)
-    latency_ms = costs.latency_ms(problem, assignment)
+    latency_ms = pass_times.latency_ms(problem, assignment)
     if asked.sequences_in_flight == 1:
         return asked.new_tokens * latency_ms
     loads = zip(*costs.loads(problem, assignment), strict=True)
@@ -393,7 +393,7 @@ def _pass_ms(
 ) -> float:
     """Return the time of one pass alone on a map."""
     problem = Problem.from_request(_pass_request(request, profile))
-    return costs.latency_ms(
+    return pass_times.latency_ms(
         problem, problem.assignment_of(where), resting=problem.by_number(resting)
     )
 
