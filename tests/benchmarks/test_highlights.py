@@ -30,6 +30,8 @@ def test_of_several_peers_the_best_is_shown_whichever_way_the_unit_goes(highligh
     ratio = {"unit": "x", "measure": "speed-up", "peers": {"a": 0.9, "b": 1.1}}
     assert highlights._best_peer(ratio) == "1.1 x (b)"
     assert highlights._best_peer({"unit": "x", "measure": "speed-up", "peers": {}}) == ""
+    own = {"unit": "ms", "measure": "time", "peers": {"ours, compiled": 1.0, "a": 5.0}}
+    assert highlights._best_peer(own) == "5 ms (a)"
 
 
 @pytest.mark.parametrize(
