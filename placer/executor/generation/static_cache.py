@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,9 +54,6 @@ class StaticCopy:
                 for layer, home in zip(view.layers, view.homes or view.places(), strict=True)
             ]
             self._cross = [_fixed_layer(kinds, layer) for layer in view.cross]
-            # the layers of a user's static cache count apart, after Placer's passes too
-            own = [] if view.is_static else self._layers
-            self._counters = [_Counter(layers) for layers in _by_device(own)]
         self.cache = kinds.Cache(layers=self._layers)
         if view.cross:
             self.cache = kinds.EncoderDecoderCache(self.cache, kinds.Cache(layers=self._cross))
@@ -124,8 +120,6 @@ class StaticCopy:
                 self._take(view)
         with torch.no_grad():
             self._take_cross(view)
-        for counter in self._counters:
-            counter.begin()
         # until ``follow``: a pass that is broken off leaves another number of tokens
         self._is_followed = False
 
@@ -210,12 +204,11 @@ class StaticCopy:
         self._is_followed = False
 
     def _lengths(self) -> list[Tensor]:
-        """Return the numbers of tokens; layers may share one."""
         counts = (getattr(layer, "cumulative_length", None) for layer in self._layers)
-        return [*{id(one): one for one in counts if isinstance(one, Tensor)}.values()]
+        return [count for count in counts if isinstance(count, Tensor)]
 
     def _counts_by_device(self) -> Iterable[list[Tensor]]:
-        """Return the numbers of tokens that are on one device, for each device."""
+        """Return the layers' numbers of tokens that are on one device, for each device."""
         found = defaultdict[torch.device, list[Tensor]](list)
         for count in self._lengths():
             found[devices.location(count)].append(count)
@@ -247,7 +240,7 @@ class StaticCopy:
     @property
     def counts_tokens(self) -> bool:
         """Return whether each layer counts its tokens on its device, so that one can be undone."""
-        return all(map(_counts, self._layers))
+        return len(self._lengths()) == len(self._layers)
 
     def take_back(self, view: CacheView, tokens: int = 1) -> None:
         """Undo a pass that ``follow`` gave to the user's cache.
@@ -283,56 +276,6 @@ class StaticCopy:
                 devices.finish(place)
 
 
-class _Counter:
-    """The number of tokens of layers on one device, which a pass counts once for all of them.
-
-    ``StaticLayer.update`` counts it for each layer.
-
-    Args:
-        layers: static layers of transformers; each is given an ``update`` that counts here.
-    """
-
-    def __init__(self, layers: Iterable[Any]) -> None:
-        self._count: Tensor | None = None
-        self._positions: Tensor | None = None
-        self._updated = set[int]()
-        for number, layer in enumerate(filter(_counts, layers)):
-            self._count = layer.cumulative_length if self._count is None else self._count
-            layer.cumulative_length = self._count
-            layer.update = partial(self._update, number, layer)
-
-    def begin(self) -> None:
-        """Count the tokens of the next pass when its first layer is updated."""
-        self._positions = None
-
-    def _update(
-        self, number: int, layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add keys and values to a layer; see ``StaticLayer.update``."""
-        assert self._count is not None
-        tokens = keys.shape[LENGTHS]
-        if self._positions is None or number in self._updated:
-            self._positions = torch.arange(tokens, device=self._count.device) + self._count
-            self._count.add_(tokens)
-            self._updated = set()
-        self._updated.add(number)
-        layer.keys.index_copy_(2, self._positions, keys)
-        layer.values.index_copy_(2, self._positions, values)
-        return layer.keys, layer.values
-
-
-def _counts(layer: Any) -> bool:
-    """Return whether a layer counts its tokens on its device, as recent transformers do."""
-    return isinstance(getattr(layer, "cumulative_length", None), Tensor)
-
-
-def _by_device(layers: Iterable[Any]) -> Iterable[list[Any]]:
-    found = defaultdict[torch.device, list[Any]](list)
-    for layer in layers:
-        found[layer.device].append(layer)
-    return found.values()
-
-
 def _static_layer(kinds: Any, layer: Any, capacity: int, place: torch.device) -> Any:
     """Return a static layer of transformers with memory on a device.
 
@@ -346,7 +289,7 @@ def _static_layer(kinds: Any, layer: Any, capacity: int, place: torch.device) ->
     made.max_batch_size = made.batch_size
     made.k_head_dim = made.head_dim = keys.shape[-1]
     made.v_head_dim = values.shape[-1]
-    if _counts(made):
+    if isinstance(getattr(made, "cumulative_length", None), Tensor):
         made.cumulative_length = devices.copy(made.cumulative_length, place)
     made.is_initialized = True
     return made
@@ -377,7 +320,7 @@ def _copy_count(own: Any, layer: Any) -> None:
 
 
 def _share_count(own: Any, layer: Any) -> None:
-    if _counts(layer):
+    if isinstance(getattr(layer, "cumulative_length", None), Tensor):
         layer.cumulative_length = own.cumulative_length
 
 

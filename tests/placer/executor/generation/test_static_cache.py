@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +77,23 @@ def test_the_length_of_a_text_follows_from_the_limits(
     assert [length.expected(tokens) for tokens in (7, 8, 9)] == [expected] * 3
     length.forget()
     assert length.expected(7) is None
+
+
+def test_a_static_copy_gives_its_memory_back_without_a_garbage_collection() -> None:
+    """A GPU may need the memory before Python looks for cycles."""
+    transformers()
+    kinds = pytest.importorskip("transformers.cache_utils")
+    cache = kinds.DynamicCache()
+    for number in range(2):
+        cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), number)
+    copy = StaticCopy(CacheView(cache), 64)
+    tensors = [weakref.ref(one) for one in copy.tensors]
+    gc.disable()
+    try:
+        del copy
+        assert [one() for one in tensors] == [None] * 4
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("prompt", [3, 9])
