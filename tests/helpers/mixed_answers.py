@@ -1,4 +1,4 @@
-"""Placements in which blocks stay on a device, rest on the host, or are computed beside it."""
+"""Placements in which blocks stay on a device, rest on the host, or are computed by its CPU."""
 
 from __future__ import annotations
 

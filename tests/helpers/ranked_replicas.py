@@ -38,7 +38,7 @@ def built(
         make: makes the model.
         placement: its placement.
         training: whether the pipeline trains.
-        first: the processes of first replicas; those of the devices' numbers if empty.
+        first: the processes of first replicas; if empty, they have the numbers of the devices.
         is_meta: whether the model is on meta.
         options: of ``build``.
     """

@@ -28,7 +28,7 @@ def every_process(
 def run(processes: Sequence[Sequence[Turn]], counts: Sequence[int], rounds: int) -> None:
     """Run all processes; a message leaves only while its receiver waits, and no two at a time.
 
-    Between two stages messages of a chunk and unit are told apart by their unit of the micro-batch.
+    Messages of a chunk between two stages differ by their unit of the micro-batch.
     """
     units, stages = lcm(*counts), len(counts) * rounds
     share = [units // number for number in counts for _ in range(number)]

@@ -59,7 +59,7 @@ def test_a_pass_over_two_devices_runs_again_on_other_inputs() -> None:
 
 @pytest.mark.parametrize("computes_on_host", [True, False])
 def test_layers_on_the_cpu_are_pieces_between_those_of_a_device(computes_on_host: bool) -> None:
-    """``HOST`` is the CPU itself, as beside GPUs, and not a stand-in."""
+    """``HOST`` is the CPU itself, as on a machine with GPUs, and not a stand-in."""
     x, weight = _at(torch.arange(4.0), 0), torch.full((4,), 2.0)
 
     def run() -> Tensor:

@@ -1,4 +1,4 @@
-"""A device whose layers may rest on a host, beside the CPU of the host, which may compute them."""
+"""A device whose layers may rest on a host, and the host's CPU, which may compute them."""
 
 from __future__ import annotations
 
