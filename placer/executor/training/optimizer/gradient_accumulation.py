@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
+from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from placer.executor.engine.weak_methods import weakly
 
@@ -34,11 +36,13 @@ class Accumulation:
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._bytes = 0
         self.is_open = False
-        for weight in self._weights.values():
-            # weakly: the hooks live as long as the weights, which outlive this object
-            weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                weakly(self._take)
-            )
+        # weakly: the weights outlive this object
+        hooks = [
+            weight.register_post_accumulate_grad_hook(weakly(self._take))  # type: ignore[no-untyped-call]
+            for weight in self._weights.values()
+        ]
+        # every backward pass would call the hooks of all earlier objects
+        finalize(self, _remove, hooks).atexit = False
 
     def __enter__(self) -> None:
         # without an existing gradient, autograd hands over the new one instead of adding it
@@ -106,3 +110,8 @@ class Accumulation:
             totals, gradients = map(list, zip(*pairs, strict=True))
             torch._foreach_add_(totals, gradients)
         self.drop()
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

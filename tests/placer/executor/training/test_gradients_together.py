@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from placer import DataFlow
 from placer.executor.training.optimizer import gradient_accumulation
 from placer.executor.training.optimizer.gradient_accumulation import Accumulation
+from placer.testing import logical_devices
 
 LAYERS, PASSES = 4, 3
 
@@ -106,3 +108,36 @@ def test_outside_of_it_autograd_adds_as_ever() -> None:
     _backward(model, x)
     _backward(reference, x)
     torch.testing.assert_close(_gradients(model), _gradients(reference))
+
+
+def test_hooks_go_with_what_set_them() -> None:
+    model = _model()
+    accumulation = Accumulation(model.parameters())
+    weight = model[0].weight
+    assert len(weight._post_accumulate_grad_hooks) == 1
+    del accumulation
+    assert len(weight._post_accumulate_grad_hooks) == 0
+
+
+def test_batches_of_ever_new_sizes_leave_no_hooks_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every backward pass would call them, so that steps would take longer and longer."""
+    handles = []
+    register = Tensor.register_post_accumulate_grad_hook
+
+    def noted(self: Tensor, hook: Any) -> Any:
+        handles.append(register(self, hook))
+        return handles[-1]
+
+    monkeypatch.setattr(Tensor, "register_post_accumulate_grad_hook", noted)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with logical_devices(2):
+        flow = DataFlow(model, 2, fine_grained=True)
+        flow.layer_gpus.update({"0": 0, "1": 1})
+        flow.update_flow()
+        step = flow.train_step(nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+        counts = []
+        for size in range(2, 42):
+            step(torch.ones(size, 3), torch.ones(size, 3), chunks=2)
+            counts.append(sum(one.id in (one.hooks_dict_ref() or {}) for one in handles))
+    assert len(handles) > 100
+    assert counts[-1] == counts[19]
