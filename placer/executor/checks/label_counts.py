@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy
@@ -83,36 +84,49 @@ def uneven(
     if len(sizes) < 2:
         return frozenset()
     found: set[tuple[int | str, str]] = set()
+
+    def note(where: int | str, parts: Sequence[Array]) -> None:
+        before = {kind for place, kind in known if place == where}
+        found.update((where, kind) for kind in _kinds(parts, sizes, left_out, before))
+
     with torch._C.DisableTorchFunction():  # hide these reads from function modes
-        for where, parts in _columns(tensors, layout, sizes).items():
+        for place, (tensor, dim) in enumerate(zip(tensors, layout.dims, strict=False)):
+            if dim is not None and _is_read(tensor, has_floats):
+                note(place, _cut(tensor, dim, sizes, waits))
+        for where, parts in _listed(tensors, layout, sizes).items():
             if not _is_even([sum(map(Tensor.numel, part)) for part in parts], sizes):
                 found.add((where, "entry"))
             if all(_is_read(tensor, has_floats) for part in parts for tensor in part):
-                arrays = _arrays(parts, waits)
-                before = {kind for place, kind in known if place == where}
-                found |= {(where, kind) for kind in _kinds(arrays, sizes, left_out, before)}
+                note(where, _arrays(parts, waits))
     return frozenset(found) - known
 
 
-def _columns(
-    tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]
-) -> dict[int | str, list[list[Tensor]]]:
-    """Return the tensors of each micro-batch, by position.
+def _cut(tensor: Tensor, dim: int, sizes: Sequence[int], waits: bool) -> list[Array]:
+    """Return the entries of each micro-batch; see ``_arrays``."""
+    if not waits and not _is_on_host(tensor):
+        return []
+    array = _array(devices.move(tensor, devices.HOST))
+    before = (slice(None),) * (dim % array.ndim)
+    ends = list(accumulate(sizes))
+    return [array[*before, end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
-    Tensors in a list of samples are returned by name: of ``[{"boxes": b0}, {"boxes": b1}, ...]``
-    with two samples each, ``{".*.boxes": [[b0, b1], [b2, b3]]}``.
+
+def _listed(
+    tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]
+) -> dict[str, list[list[Tensor]]]:
+    """Return the tensors of each micro-batch in lists of samples, by name.
+
+    Of ``[{"boxes": b0}, {"boxes": b1}, ...]`` with two samples each, these are
+    ``{".*.boxes": [[b0, b1], [b2, b3]]}``.
     """
-    found: dict[int | str, list[list[Tensor]]] = {}
-    ends = numpy.cumsum(sizes).tolist()
-    each = enumerate(zip(tensors, layout.dims, layout.names, strict=False))
-    for place, (tensor, dim, name) in each:
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            continue
-        if dim is not None:
-            cut = tensor.narrow(dim, 0, ends[-1])  # a check may take the first samples
-            parts = cut.split(list(sizes), dim)  # type: ignore[no-untyped-call]
-            found[place] = [[part] for part in parts]
-        elif (item := _item_of(name, layout.lists)) is not None:
+    found: dict[str, list[list[Tensor]]] = {}
+    if not layout.lists:
+        return found
+    ends = list(accumulate(sizes))
+    for tensor, dim, name in zip(tensors, layout.dims, layout.names, strict=False):
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        item = _item_of(name, layout.lists) if dim is None and is_dense else None
+        if item is not None:
             index, where = item
             columns = found.setdefault(where, [[] for _ in sizes])
             if index < ends[-1]:
