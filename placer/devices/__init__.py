@@ -75,12 +75,12 @@ from placer.devices.stand_ins import (
     Onlooker,
     Registry,
     answering,
+    are_asynchronous,
     joined,
     observed,
     registries,
     stand_ins,
     unobserved,
-    work_beside_host,
 )
 from placer.devices.streams import NoStreamsError, SideStreams, keep_for_caller
 from placer.devices.tensor_moves import (
@@ -158,6 +158,7 @@ __all__ = [
     "addresses",
     "aligned_bytes",
     "answering",
+    "are_asynchronous",
     "attached",
     "available",
     "boot_id",
@@ -250,7 +251,6 @@ __all__ = [
     "warm_libraries",
     "with_tensors",
     "without_attention_plans",
-    "work_beside_host",
     "write",
     "write_count",
 ]

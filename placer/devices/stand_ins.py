@@ -58,7 +58,7 @@ stand_ins: list[int] = []
 registries: list[Registry] = []
 
 
-def work_beside_host(places: Iterable[torch.device]) -> bool:
+def are_asynchronous(places: Iterable[torch.device]) -> bool:
     """Return whether the host goes on while a device works; CPU stand-ins count as such devices.
 
     Args:

@@ -137,10 +137,10 @@ def _workspaces(
     return {
         "forward_workspace_bytes": pieces + max(0, extra + forward),
         "backward_workspace_bytes": pieces + around + backward,
-        "recorded_workspace_bytes": _beside(recorded, pieces + around),
+        "recorded_workspace_bytes": _with_workspace(recorded, pieces + around),
         "deferred_bytes": max(memory.deferred_bytes for memory in memories),
-        "input_grad_workspace_bytes": _beside(of_input, pieces + around),
-        "weight_grad_workspace_bytes": _beside(of_weights, pieces),
+        "input_grad_workspace_bytes": _with_workspace(of_input, pieces + around),
+        "weight_grad_workspace_bytes": _with_workspace(of_weights, pieces),
     }
 
 
@@ -233,7 +233,7 @@ def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
     return extra
 
 
-def _beside(workspace: int, around: int) -> int:
+def _with_workspace(workspace: int, around: int) -> int:
     """Add ``around`` to a workspace; 0 stays 0, because it stands for another workspace."""
     return workspace + around if workspace else 0
 

@@ -163,7 +163,7 @@ class Generations:
     def _made(self, number: int, places: Sequence[torch.device]) -> _Slot:
         """Return a new slot; one of too many works in the caller's streams and records nothing."""
         streams, refusal = None, _TOO_MANY if number == _MOST_SLOTS else ""
-        if number < _MOST_SLOTS and (number > 0 or devices.work_beside_host(places)):
+        if number < _MOST_SLOTS and (number > 0 or devices.are_asynchronous(places)):
             try:
                 streams = devices.SideStreams(places)
             except devices.NoStreamsError:

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,13 +48,17 @@ class StaticCopy:
         self.capacity = capacity
         self.signature = view.signature(capacity)
         self.length: int | None = None
+        homes = view.homes or view.places()
+        # the layers of a user's static cache count apart, after Placer's passes too
+        kind = kinds.StaticLayer if view.is_static else _counting_together(kinds)
         # Inference tensors could not be written to outside of inference mode later.
         with torch.inference_mode(False), torch.no_grad():
             self._layers = [
-                _static_layer(kinds, layer, capacity, home)
-                for layer, home in zip(view.layers, view.homes or view.places(), strict=True)
+                _static_layer(kind(max_cache_len=capacity), layer, home)
+                for layer, home in zip(view.layers, homes, strict=True)
             ]
             self._cross = [_fixed_layer(kinds, layer) for layer in view.cross]
+        self._counters = [] if view.is_static else _share_counters(self._layers)
         self.cache = kinds.Cache(layers=self._layers)
         if view.cross:
             self.cache = kinds.EncoderDecoderCache(self.cache, kinds.Cache(layers=self._cross))
@@ -120,6 +125,8 @@ class StaticCopy:
                 self._take(view)
         with torch.no_grad():
             self._take_cross(view)
+        for counter in self._counters:
+            counter.begin()
         # until ``follow``: a pass that is broken off leaves another number of tokens
         self._is_followed = False
 
@@ -204,11 +211,12 @@ class StaticCopy:
         self._is_followed = False
 
     def _lengths(self) -> list[Tensor]:
-        counts = (getattr(layer, "cumulative_length", None) for layer in self._layers)
-        return [count for count in counts if isinstance(count, Tensor)]
+        """Return the numbers of tokens; layers may share one."""
+        counts = {id(layer.cumulative_length): layer for layer in filter(_counts, self._layers)}
+        return [layer.cumulative_length for layer in counts.values()]
 
     def _counts_by_device(self) -> Iterable[list[Tensor]]:
-        """Return the layers' numbers of tokens that are on one device, for each device."""
+        """Return the numbers of tokens that are on one device, for each device."""
         found = defaultdict[torch.device, list[Tensor]](list)
         for count in self._lengths():
             found[devices.location(count)].append(count)
@@ -240,7 +248,7 @@ class StaticCopy:
     @property
     def counts_tokens(self) -> bool:
         """Return whether each layer counts its tokens on its device, so that one can be undone."""
-        return len(self._lengths()) == len(self._layers)
+        return all(map(_counts, self._layers))
 
     def take_back(self, view: CacheView, tokens: int = 1) -> None:
         """Undo a pass that ``follow`` gave to the user's cache.
@@ -267,29 +275,105 @@ class StaticCopy:
                 layer.keys = keys.clone()
             if layer.values is values:
                 layer.values = values.clone()
-            count = getattr(layer, "cumulative_length", None)
-            if isinstance(count, Tensor):
-                layer.cumulative_length = count.clone()
+            if _counts(layer):
+                layer.cumulative_length = layer.cumulative_length.clone()
         if given:
             # the next owner's work may be in other streams than these copies
             for place in set(self.places):
                 devices.finish(place)
 
 
-def _static_layer(kinds: Any, layer: Any, capacity: int, place: torch.device) -> Any:
-    """Return a static layer of transformers with memory on a device.
+class _Counter:
+    """Counts the tokens of all layers on a device, once in each pass.
+
+    It has no reference to the layers, which have one to it: without a cycle, the memory of a cache
+    is free as soon as nobody uses it.
+
+    Args:
+        count: the number of tokens, on the device.
+
+    Attributes:
+        count: see above.
+        layers: how many layers count here.
+    """
+
+    def __init__(self, count: Tensor) -> None:
+        self.count = count
+        self.layers = 0
+        self._positions: Tensor | None = None
+        self._counted = set[int]()
+
+    def begin(self) -> None:
+        """Count the tokens of the next pass when its first layer is updated."""
+        self._positions = None
+
+    def positions(self, layer: int, tokens: int) -> Tensor:
+        """Return the positions of a pass in the cache.
+
+        Args:
+            layer: that is updated.
+            tokens: of the pass.
+        """
+        positions = self._positions
+        if positions is None or layer in self._counted:
+            positions = torch.arange(tokens, device=self.count.device) + self.count
+            self.count.add_(tokens)
+            self._counted.clear()
+        self._counted.add(layer)
+        # after the last layer, the memory is free for the rest of the pass
+        self._positions = positions if len(self._counted) < self.layers else None
+        return positions
+
+
+@cache
+def _counting_together(kinds: Any) -> Any:
+    """Return a static layer of transformers of which many count their tokens once."""
+
+    class SharedCountLayer(kinds.StaticLayer):  # type: ignore[misc]
+        counter: _Counter | None = None
+
+        def update(
+            self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            if self.counter is None:
+                updated: tuple[Tensor, Tensor] = super().update(keys, values, *args, **kwargs)
+                return updated
+            positions = self.counter.positions(id(self), keys.shape[LENGTHS])
+            self.keys.index_copy_(LENGTHS, positions, keys)
+            self.values.index_copy_(LENGTHS, positions, values)
+            return self.keys, self.values
+
+    return SharedCountLayer
+
+
+def _share_counters(layers: Iterable[Any]) -> list[_Counter]:
+    """Return a counter for each device, which its layers share."""
+    found: dict[torch.device, _Counter] = {}
+    for layer in filter(_counts, layers):
+        layer.counter = found.setdefault(layer.device, _Counter(layer.cumulative_length))
+        layer.counter.layers += 1
+        layer.cumulative_length = layer.counter.count
+    return [*found.values()]
+
+
+def _counts(layer: Any) -> bool:
+    """Return whether a layer counts its tokens on its device, as recent transformers do."""
+    return isinstance(getattr(layer, "cumulative_length", None), Tensor)
+
+
+def _static_layer(made: Any, layer: Any, place: torch.device) -> Any:
+    """Give a static layer of transformers memory on a device, and return it.
 
     ``lazy_initialization`` would do the same, but import torch's compiler, which takes seconds.
     """
-    made = kinds.StaticLayer(max_cache_len=capacity)
     keys, values = layer.keys, layer.values
-    made.keys, made.values = (_zeros(one, capacity, place) for one in (keys, values))
+    made.keys, made.values = (_zeros(one, made.max_cache_len, place) for one in (keys, values))
     made.dtype, made.device = keys.dtype, place
     made.batch_size, made.num_heads = keys.shape[:2]
     made.max_batch_size = made.batch_size
     made.k_head_dim = made.head_dim = keys.shape[-1]
     made.v_head_dim = values.shape[-1]
-    if isinstance(getattr(made, "cumulative_length", None), Tensor):
+    if _counts(made):
         made.cumulative_length = devices.copy(made.cumulative_length, place)
     made.is_initialized = True
     return made
@@ -314,13 +398,12 @@ def _fixed_layer(kinds: Any, layer: Any) -> Any:
 
 
 def _copy_count(own: Any, layer: Any) -> None:
-    count = getattr(layer, "cumulative_length", None)
-    if isinstance(count, Tensor) and count is not own.cumulative_length:
-        devices.fill(own.cumulative_length, count)
+    if _counts(layer) and layer.cumulative_length is not own.cumulative_length:
+        devices.fill(own.cumulative_length, layer.cumulative_length)
 
 
 def _share_count(own: Any, layer: Any) -> None:
-    if isinstance(getattr(layer, "cumulative_length", None), Tensor):
+    if _counts(layer):
         layer.cumulative_length = own.cumulative_length
 
 

@@ -364,12 +364,12 @@ def _moved_optimizer_state(
         return {}
     return {
         key: devices.copy(value, target)
-        for key, value in state_beside(tensor, optimizer).items()
+        for key, value in state_on_its_device(tensor, optimizer).items()
         if not devices.same(devices.location(value), target)
     }
 
 
-def state_beside(tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_on_its_device(tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the tensors of a parameter's state that an optimizer reads on the parameter's device.
 
     Args:

@@ -220,7 +220,7 @@ class _Search:
             return
         copied = self._without_cpus() if self._rules.cpus else None
         for assignment in itertools.chain(
-            self._beside_cpus(),
+            self._partly_on_cpus(),
             filled(self._rules, range(len(self._problem.devices))),
             self._assignments(),
         ):
@@ -303,7 +303,7 @@ class _Search:
         bound = computing
         if self._rules.cpus and not self.is_impossible:
             limit_s = BOUND_SHARE * self._left_s()
-            found = resting_bounds.beside_cpus_ms(self._rules, self._passes, limit_s)
+            found = resting_bounds.cpu_bound_ms(self._rules, self._passes, limit_s)
             bound = max(bound, found)
         # Unless it is proven that something must rest, a placement without copies may exist.
         if least < inf and is_needed:
@@ -341,7 +341,7 @@ class _Search:
             (device, tier) for tier, readers in tiers for device in readers
         ]
 
-    def _beside_cpus(self) -> Iterator[tuple[int, ...]]:
+    def _partly_on_cpus(self) -> Iterator[tuple[int, ...]]:
         """Yield assignments with few or many bytes on a host's CPU, and other layers as filled."""
         units = units_of(self._problem)
         sizes = [sum(self._sizes[layer] for layer in unit) for unit in units]
@@ -515,13 +515,13 @@ class _Search:
         """Move layers to a host's CPU or from it, or exchange two; return whether it was better."""
         before, units = self.best, units_of(self._problem)
         for number, cpu in itertools.product(range(len(units)), self._rules.cpus):
-            for changed in self._beside(cpu, number, units):
+            for changed in self._moves_to_cpu(cpu, number, units):
                 if self._is_over():
                     return False
                 self._move(changed)
         return self.best is not before
 
-    def _beside(
+    def _moves_to_cpu(
         self, cpu: int, number: int, units: Sequence[Sequence[int]]
     ) -> Iterator[dict[int, int]]:
         """Yield devices of layers that move to a CPU or from it, some in exchange for others.

@@ -133,7 +133,7 @@ def _copied_share(rules: RestingRules) -> float:
     )
 
 
-def beside_cpus_ms(rules: RestingRules, passes: Passes, limit_s: float) -> float:
+def cpu_bound_ms(rules: RestingRules, passes: Passes, limit_s: float) -> float:
     """Return a bound where CPUs of hosts may compute layers, by linear programs; 0 if unknown.
 
     Args:
@@ -233,8 +233,8 @@ class _Program:
         rules, solver = self._rules, self._solver
         whole = solver.NumVar(0, solver.infinity(), "")
         there = self._times(_fastest(problem, rules.others), STAY, *rules.limits)
-        beside = self._times(_fastest(problem, rules.cpus), CPU)
-        both = [one + other for one, other in zip(there, beside, strict=True)]
+        on_cpus_ms = self._times(_fastest(problem, rules.cpus), CPU)
+        both = [one + other for one, other in zip(there, on_cpus_ms, strict=True)]
         arcs = sorted(set(arcs_of(problem.values)))
         row_of = _rows(len(both), arcs)
         ends = [solver.NumVar(0, solver.infinity(), "") for _ in range(1 + max(row_of))]
@@ -249,7 +249,7 @@ class _Program:
             if source != reader:
                 solver.Add(ends[reader] >= ends[source] + time_ms[reader])
         solver.Add(solver.Sum(there) <= len(rules.others) * whole)
-        solver.Add(solver.Sum(beside) <= len(rules.cpus) * whole)
+        solver.Add(solver.Sum(on_cpus_ms) <= len(rules.cpus) * whole)
         copies = [
             self._copy_ms(problem, layer, tier) * self._parts[layer][tier]
             for layer in rules.layers

@@ -27,7 +27,7 @@ from placer import devices
 from placer.capture.layers import tensor_bytes
 from placer.devices import Courier, Lane, Mark, PinnedBlocks
 from placer.errors import InputError
-from placer.executor.state.state_moves import is_kept_on_host, keep_on_host, state_beside
+from placer.executor.state.state_moves import is_kept_on_host, keep_on_host, state_on_its_device
 from placer.optimizers import OptimizerState
 from placer.schedule.state_buckets import BUCKET_BYTES, BUFFERS
 
@@ -236,7 +236,7 @@ class HostState:
             (self.optimizer.state[one], name, value)
             for one in bucket.parameters
             if one in self.optimizer.state
-            for name, value in state_beside(one, self.optimizer).items()
+            for name, value in state_on_its_device(one, self.optimizer).items()
         ]
         values = [value for _, _, value in found]
         sizes = [*map(devices.aligned_bytes, values)]
