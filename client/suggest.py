@@ -195,7 +195,8 @@ def question(
     inputs = _inputs(module, example_inputs)
     sizes = _sizes(module, inputs, asked)
     # Find faults of the request before minutes of measuring.
-    _request(asked, _expected(sizes, asked, None if there else _names(devices)))
+    expected = _request(asked, _expected(sizes, asked, None if there else _names(devices)))
+    expected.warn_of_one_size(asked)
     if asked.objective == "step":
         _verify(module, inputs, asked)
     if there and server:
@@ -227,7 +228,9 @@ def _with_profiles(
     _refuse_measuring(asked)
     if asked.objective == "generation" and len(profiles) == 2:
         return _request(asked, profiles[:1], profiles[1])
-    return _request(asked, profiles)
+    request = _request(asked, profiles)
+    request.warn_of_one_size(asked)
+    return request
 
 
 def _refuse_on_server(asked: SuggestOptions) -> None:
