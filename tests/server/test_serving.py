@@ -216,7 +216,9 @@ def test_a_key_without_a_certificate_is_refused_with_what_is_missing(settings, t
     # It was an AssertionError of uvicorn without a message.
     broken = settings.model_copy(update={"tls_key": str(tmp_path / "key.pem")})
     with (
-        pytest.raises(InputError, match=r"PLACER_TLS_KEY is '.*', and PLACER_TLS_CERT is not given"),
+        pytest.raises(
+            InputError, match=r"PLACER_TLS_KEY is '.*', and PLACER_TLS_CERT is not given"
+        ),
         background(broken),
     ):
         pass
