@@ -128,8 +128,8 @@ def _load(config: uvicorn.Config, settings: Settings) -> None:
         # ssl.SSLError is an OSError too.
         raise ServerError(
             f"TLS cannot be enabled with PLACER_TLS_CERT {settings.tls_cert!r} and PLACER_TLS_KEY"
-            f" {settings.tls_key!r}: {error.strerror or error}; give a certificate chain in PEM, and"
-            " its private key in the same file or in another one"
+            f" {settings.tls_key!r}: {error.strerror or error}; give a certificate chain in PEM,"
+            " and its private key in the same file or in another one"
         ) from error
 
 
