@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -103,7 +103,7 @@ class Endpoints(Sender):
         ask = partial(_polling_call, "POST", "/v1/placements", deadline, body_of(request))
 
         def follow(progress: Progress) -> Call:
-            call = _polling_call("GET", _placement_path(progress.id), deadline, accepted=True)
+            call = _polling_call("GET", placement_path(progress.id), deadline, accepted=True)
             return _stopping(call, ask(accepted=True))
 
         reply = yield from self.send(_stopping(ask(), ask()))
@@ -141,6 +141,10 @@ class Endpoints(Sender):
         if isinstance(requests, PlacementRequest):
             raise InputError(
                 "requests is one PlacementRequest; give a list, or call place(request)"
+            )
+        if not isinstance(requests, Iterable):
+            raise InputError(
+                f"requests is {kind_of(requests)}; give a list of placer.PlacementRequest"
             )
         deadline = _Deadline(wait)
         found: dict[int, Placement | PlacerError] = {}
@@ -225,7 +229,7 @@ class Endpoints(Sender):
         After a lost answer the placement is looked up instead of stopped again: another client may
         have requested it in the meantime.
         """
-        call = Call("DELETE", _placement_path(key), wait_s=MAX_POLL_S, repeatable=False)
+        call = Call("DELETE", placement_path(key), wait_s=MAX_POLL_S, repeatable=False)
         for attempt in range(self.retries + 1):
             try:
                 reply = yield from self.send(call)
@@ -233,7 +237,7 @@ class Endpoints(Sender):
                 if attempt == self.retries or isinstance(error.__cause__, NOTHING_SENT):
                     raise
                 reply = yield from self.send(
-                    Call("GET", f"{_placement_path(key)}?wait=2", wait_s=2.0)
+                    Call("GET", f"{placement_path(key)}?wait=2", wait_s=2.0)
                 )
             if reply.status_code != 202:
                 break
@@ -319,20 +323,20 @@ class Endpoints(Sender):
 
     def request(self, key: str) -> Exchange[PlacementRequest]:
         """Request the question of a placement."""
-        return (yield from self._get(PlacementRequest, f"{_placement_path(key)}/request"))
+        return (yield from self._get(PlacementRequest, f"{placement_path(key)}/request"))
 
     def timeline(self, key: str) -> Exchange[Timeline]:
         """Request the timeline of a placement."""
-        return (yield from self._get(Timeline, f"{_placement_path(key)}/timeline"))
+        return (yield from self._get(Timeline, f"{placement_path(key)}/timeline"))
 
     def text(self, key: str, what: str) -> Exchange[str]:
         """Request a presentation of a placement: ``trace`` or ``report``."""
-        reply = yield from self.send(Call("GET", f"{_placement_path(key)}/{what}"))
+        reply = yield from self.send(Call("GET", f"{placement_path(key)}/{what}"))
         return str(reply.text)
 
     def export(self, key: str, format: FormatName) -> Exchange[Export]:
         """Request a placement in the format of another engine."""
-        where = f"{_placement_path(key)}/export?{urlencode({'format': format})}"
+        where = f"{placement_path(key)}/export?{urlencode({'format': format})}"
         return (yield from self._get(Export, where))
 
     def stored_profile(self, key: str) -> Exchange[Profile]:
@@ -443,7 +447,7 @@ class Endpoints(Sender):
         self, key: str, deadline: _Deadline, *, accepted: bool
     ) -> Exchange[Placement]:
         """Request a placement by its id until it is there."""
-        ask = partial(_polling_call, "GET", _placement_path(key), deadline)
+        ask = partial(_polling_call, "GET", placement_path(key), deadline)
         reply = yield from self.send(ask(accepted=accepted))
         return (
             yield from self._await_answer(Placement, reply, deadline, lambda _: ask(accepted=True))
@@ -481,7 +485,12 @@ class _Deadline:
         return self.end_s - time.monotonic()
 
 
-def _placement_path(key: str) -> str:
+def placement_path(key: str) -> str:
+    """Return the path of a placement.
+
+    Raises:
+        InputError: the id is not a text.
+    """
     return f"/v1/placements/{_quoted(key)}"
 
 

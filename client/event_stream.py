@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 
@@ -15,6 +14,7 @@ from placer.errors import PlacerError, ServerError
 from placer.schema import Placement, Progress
 
 from . import errors
+from .endpoints import placement_path
 from .exchange import NOTHING_SENT, RETRIED, Outcome, Sender, backoff_s, retry_after_s
 
 # Seconds without data after which the connection is lost; the service sends every 10 s.
@@ -34,7 +34,7 @@ class EventStream:
     """
 
     def __init__(self, sender: Sender, key: str) -> None:
-        self.path = f"/v1/placements/{quote(key, safe='')}/events"
+        self.path = f"{placement_path(key)}/events"
         self.ended = False
         self._sender = sender
         self._failures = 0

@@ -195,7 +195,8 @@ def question(
     inputs = _inputs(module, example_inputs)
     sizes = _sizes(module, inputs, asked)
     # Find faults of the request before minutes of measuring.
-    _request(asked, _expected(sizes, asked, None if there else _names(devices)))
+    expected = _request(asked, _expected(sizes, asked, None if there else _names(devices)))
+    expected.warn_of_one_size(asked)
     if asked.objective == "step":
         _verify(module, inputs, asked)
     if there and server:
@@ -227,7 +228,9 @@ def _with_profiles(
     _refuse_measuring(asked)
     if asked.objective == "generation" and len(profiles) == 2:
         return _request(asked, profiles[:1], profiles[1])
-    return _request(asked, profiles)
+    request = _request(asked, profiles)
+    request.warn_of_one_size(asked)
+    return request
 
 
 def _refuse_on_server(asked: SuggestOptions) -> None:
@@ -532,17 +535,26 @@ def _checked(model: Any) -> nn.Module:
     """Return the model.
 
     Raises:
-        InputError: it is not an nn.Module.
+        InputError: it is not an nn.Module, or it is or contains a ``DataFlow``.
         MissingExtraError: torch is not installed.
     """
     try:
         from placer.capture.argument_checks import require_module
+        from placer.executor.dataflow import DataFlow
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             "profiling needs torch: pip install 'torch-placer[torch]'"
         ) from error
     require_module(model, "an nn.Module, or a profile made from one")
     found: nn.Module = model
+    for name, module in found.named_modules():
+        # A capture would run the flow on fake tensors, and the flow would keep them.
+        if isinstance(module, DataFlow):
+            what = f"module {name!r} of the model is" if name else "model is"
+            raise InputError(
+                f"{what} a DataFlow, which runs a model that is placed already; give that model,"
+                " flow.module"
+            )
     return found
 
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-from placer.errors import ServerError
+from placer.errors import InputError, ServerError
 from placer.utils.extras import extra
 
 with extra("server"):
@@ -114,15 +114,22 @@ def _load(config: uvicorn.Config, settings: Settings) -> None:
     """Load the certificate and the rest of uvicorn's configuration.
 
     Raises:
+        InputError: A key is given without its certificate.
         ServerError: The certificate or its key cannot be used.
     """
+    if settings.tls_key and not settings.tls_cert:
+        raise InputError(
+            f"PLACER_TLS_KEY is {settings.tls_key!r}, and PLACER_TLS_CERT is not given; give the"
+            " certificate chain of this key, too"
+        )
     try:
         config.load()
     except OSError as error:
         # ssl.SSLError is an OSError too.
         raise ServerError(
             f"TLS cannot be enabled with PLACER_TLS_CERT {settings.tls_cert!r} and PLACER_TLS_KEY"
-            f" {settings.tls_key!r}: {error.strerror or error}"
+            f" {settings.tls_key!r}: {error.strerror or error}; give a certificate chain in PEM,"
+            " and its private key in the same file or in another one"
         ) from error
 
 

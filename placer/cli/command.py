@@ -6,6 +6,9 @@ import os
 import sys
 import sysconfig
 import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -41,8 +44,23 @@ EXIT_CODES = (
 )
 
 
+_ELSEWHERE = {
+    "explain": "'placer show FILE' explains a placement; 'placer solve FILE --explain' also finds"
+    " what limits it.",
+    "apply": "Python applies a placement: placer.DataFlow(model).update_flow(placement). 'placer"
+    " measure' runs a batch under it.",
+}
+"""What to do instead, for commands that users may look for."""
+
+
 class _Naming(TyperGroup):
     """Commands whose errors name the wrong value; typer 0.29 names only the right ones."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that is asked for; see typer."""
+        if args and args[0] in _ELSEWHERE:
+            ctx.fail(f"No such command {args[0]!r}. {_ELSEWHERE[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that is asked for."""
@@ -108,7 +126,8 @@ def run(arguments: list[str] | None) -> None:
     settle_streams()
     try:
         try:
-            app(args=arguments)
+            with _plain_warnings():
+                app(args=arguments)
         finally:
             # flush here, where a full disk or a reader that has left still becomes an exit code
             sys.stdout.flush()
@@ -122,6 +141,24 @@ def run(arguments: list[str] | None) -> None:
         if os.environ.get("PLACER_DEBUG"):
             raise
         _fail(f"{type(error).__name__}: {error} (PLACER_DEBUG=1 shows where)", 1)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show a UserWarning as a line, without the place in the sources that issued it."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if category is not UserWarning:
+                usual(message, category, *place, **more)
+                return
+            err.print(
+                f"[yellow]warning:[/] {escape(str(message))}", soft_wrap=True, highlight=False
+            )
+
+        warnings.showwarning = show
+        yield
 
 
 def _exit_code(error: PlacerError) -> int:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from placer.errors import InputError, kind_of
-from placer.schema.faults import nearest
+from placer.schema.faults import similar
 from placer.utils.extras import extra
 from placer.utils.units import bytes_text
 
@@ -121,9 +121,8 @@ def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
         for part in name.split("."):
             found = getattr(found, part)
     except AttributeError as error:
-        hint = nearest(name, (known for known in dir(found) if not known.startswith("_")))
-        # else the names that the module imports come first
-        hint = hint if "did you mean" in hint else ""
+        # without a list of names, because the names that the module imports would come first
+        hint = similar(name, (known for known in dir(found) if not known.startswith("_")))
         raise InputError(f"there is no {name!r} in module {module_name!r}{hint}") from error
     return found
 

@@ -91,7 +91,9 @@ class Target:
         token = None if self.token_profile is None else load_profile(self.token_profile)
         if token is not None and options.split_tied:
             token = token.untied()
-        return PlacementRequest.from_options(options, profiles, cluster, token)
+        request = PlacementRequest.from_options(options, profiles, cluster, token)
+        request.warn_of_one_size(options)
+        return request
 
 
 @expanded(SuggestOptions, leave_out=MEASURING)

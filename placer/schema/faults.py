@@ -86,7 +86,7 @@ def field_faults(
     """
     schema = model.__pydantic_core_schema__
     errors = [
-        _Error(details, _located(schema, details["loc"], {}) or _Location(details["loc"]))
+        _Error(details, _location_of(details, schema))
         for details in error.errors(include_url=False, include_context=False)
     ]
     # pydantic reports every branch of a union: drop errors that only follow from others
@@ -111,19 +111,25 @@ def first_fault(error: ValidationError, model: type[BaseModel]) -> str:
 
 def nearest(given: str, known: Iterable[str]) -> str:
     """Return a hint at the most similar known name, or at the first few names."""
-    # bounded, because comparing 100,000 names would take seconds
     names = list(islice(known, _COMPARED))
-    if found := get_close_matches(given[:200], names, 1):
-        return f"; did you mean {found[0]!r}?"
+    if hint := similar(given, names):
+        return hint
     more = ", and others" if len(names) > _HINTS else ""
     there = "there is only" if len(names) == 1 else "there are"
     return f"; {there} {', '.join(map(repr, names[:_HINTS]))}{more}" if names else ""
 
 
+def similar(given: str, known: Iterable[str]) -> str:
+    """Return a hint at the most similar known name; an empty text if none is similar."""
+    # bounded, because comparing 100,000 names would take seconds
+    found = get_close_matches(given[:200], islice(known, _COMPARED), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
 def wanted(message: str) -> str:
     """Return the requirement in pydantic's message: ``should be a valid integer``."""
     text = message.removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
-    text = text.replace("Tuple should", "should")
+    text = text.replace("Tuple should", "should").replace("Dictionary should", "should")
     return text.replace(" after validation", "").partition(", unable to parse")[0]
 
 
@@ -155,6 +161,15 @@ def _follows(error: _Error, errors: Sequence[_Error]) -> bool:
     if len(loc) - 1 not in error.at.labels:
         return False
     return any(len(other) > len(loc) and other[: len(loc) - 1] == loc[:-1] for other in others)
+
+
+def _location_of(details: ErrorDetails, schema: Mapping[str, Any]) -> _Location:
+    """Return the location of an error in a type."""
+    found = _located(schema, details["loc"], {}) or _Location(details["loc"])
+    if found.known and details["type"] != "extra_forbidden":
+        # the key of a dictionary of objects, which was read as an unknown field of the object
+        return found._replace(place=found.place[:-1], is_key=True, known=())
+    return found
 
 
 def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) -> _Location | None:

@@ -547,7 +547,8 @@ def combined(
             parameters = inspect.signature(function).parameters.values()
             known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
             known += kind.model_fields if used is None else sorted(used)
-            raise InputError(f"{function.__name__} has no argument {name!r}{nearest(name, known)}")
+            hint = nearest(name, dict.fromkeys(known))
+            raise InputError(f"{function.__name__} has no argument {name!r}{hint}")
     if options is None:
         return kind(**fields)
     if not isinstance(options, Wire) or not issubclass(kind, type(options)):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 from placer.schema.base import (
     FIRST,
     SCHEMA_VERSION,
@@ -23,6 +23,7 @@ from placer.schema.cluster import Cluster, Device
 from placer.schema.options import SolveOptions
 from placer.schema.profile import Edge, Layer, Profile
 from placer.utils.units import count_text
+from placer.utils.user_warnings import warn
 
 MOST_CHUNKS_OF_A_STEP = 10_000
 """Limit of the simulation, which takes longer than a second per device beyond it."""
@@ -94,8 +95,13 @@ class PlacementRequest(SolveOptions, Question):
             token_profile: the pass of one token, for objective ``generation``.
 
         Raises:
-            InputError: there is no profile, or the parts contradict each other.
+            InputError: an argument has another type, there is no profile, or the parts contradict
+                each other.
         """
+        if not isinstance(options, SolveOptions):
+            raise InputError(f"options is {kind_of(options)}; give placer.SolveOptions(...)")
+        if not isinstance(profiles, list | tuple):
+            raise InputError(f"profiles is {kind_of(profiles)}; give a list, such as [profile]")
         if not profiles:
             raise InputError("the list of profiles is empty; give a profile, or several")
         asked = {name: getattr(options, name) for name in SolveOptions.model_fields}
@@ -274,6 +280,24 @@ class PlacementRequest(SolveOptions, Question):
         raise ValueError(
             f"replicas is {self.replicas!r}, which only training under objectives 'step' and"
             f" 'throughput' uses; {asked}: leave replicas out"
+        )
+
+    def warn_of_one_size(self, options: SolveOptions) -> None:
+        """Warn if the options do not say how large a batch of objective ``step`` is.
+
+        The request then places a batch of one micro-batch of the largest measured size, which no
+        pipeline makes faster.
+
+        Args:
+            options: what the user gave, from which this request was made.
+        """
+        if self.objective != "step" or {"batch_size", "chunks"} & options.model_fields_set:
+            return
+        samples = count_text(self.whole_batch_size, "sample")
+        warn(
+            f"objective 'step' places a batch of {samples}, as many as the largest micro-batch"
+            " that is measured, because neither batch_size nor chunks is given; give batch_size,"
+            " the samples of a whole batch"
         )
 
     @property

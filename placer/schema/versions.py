@@ -150,6 +150,8 @@ def upgraded_json(text: str | bytes | bytearray, kind: type[BaseModel]) -> Any:
         text: JSON of ``kind``.
         kind: the type.
     """
+    if not isinstance(text, str | bytes | bytearray):
+        return text  # validation says that it is not JSON
     try:
         encoded = text.encode() if isinstance(text, str) else text
         if not any(mark in encoded for mark in _MARKS):

@@ -14,6 +14,7 @@ from placer.schema import Device, Edge, Layer, Link, PlacementRequest, Recompute
 from placer.schema.base import LARGEST_BYTES, LONGEST_MS, Tier
 from placer.solver.components import closed_groups, strong_components
 from placer.solver.replicas.replication import Replication
+from placer.utils.units import count_text
 
 ROUNDING = 1e-9
 """Relative error of sums in another order: a limit is exceeded only by more than this."""
@@ -616,8 +617,9 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
     )
     if total > LARGEST_BYTES:
         raise InputError(
-            f"the layers need {total} bytes in all with {chunks} micro-batches; "
-            "no more than 2**60 can be placed"
+            f"the layers need {total} bytes in all with"
+            f" {count_text(chunks, 'micro-batch', 'micro-batches')}; no more than 2**60 can be"
+            " placed: give fewer or smaller micro-batches, or correct the profile"
         )
 
 

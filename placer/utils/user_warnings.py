@@ -10,16 +10,17 @@ from pathlib import Path
 
 
 def _folders() -> tuple[str, ...]:
-    """Return the folders of this package and of torch, whose modules call it."""
+    """Return the folders of this package, of its client and of torch, whose modules call it."""
     places = [Path(__file__).parents[1]]
-    torch = find_spec("torch")
-    if torch is not None and torch.origin is not None:
-        places.append(Path(torch.origin).parent)
+    for name in ("placer_client", "torch"):
+        found = find_spec(name)
+        if found is not None and found.origin is not None:
+            places.append(Path(found.origin).parent)
     return tuple(f"{place}{os.sep}" for place in places)
 
 
 def warn(message: str) -> None:
-    """Issue a warning located at the nearest line outside this package and torch.
+    """Issue a warning located at the nearest line outside this package, its client and torch.
 
     Args:
         message: the fact and the remedy.

@@ -249,6 +249,8 @@ def test_one_request_for_many_and_an_id_for_a_graph_are_told_what_to_ask_instead
         InputError, match=r"requests is one PlacementRequest; .* call place\(request\)"
     ):
         ask(Script(), "place_many", request_)
+    with pytest.raises(InputError, match=r"requests is an int; give a list of placer\.Placement"):
+        ask(Script(), "place_many", 3)
     with pytest.raises(InputError, match=r"the request is a str; .* stored_profile\(id\)"):
         ask(Script(), "profile", KEY)
 
@@ -297,6 +299,11 @@ def test_a_placement_in_place_of_its_id_is_named_and_not_sent(ask, method):
     with pytest.raises(InputError, match=r"the id is a Placement; give .* placement\.id"):
         ask(script, method, Placement.model_validate(DONE))
     assert not script.calls
+
+
+def test_a_placement_in_place_of_the_id_of_events_is_named():
+    with Client(URL) as client, pytest.raises(InputError, match=r"the id is a Placement; give"):
+        next(client.events(Placement.model_validate(DONE)))
 
 
 def test_ids_in_place_of_maps_are_told_where_they_go(ask):

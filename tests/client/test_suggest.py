@@ -601,3 +601,31 @@ def test_what_no_generation_has_is_told_before_the_model_is_measured(passes, wro
     with pytest.raises(InputError, match=message):
         suggest(model, **{"devices": 1, "objective": "generation"} | wrong)
     assert not passes.seen
+
+
+def test_a_step_without_a_batch_is_warned_of_at_the_line_of_the_caller(profile):
+    # It was silent: a batch of one micro-batch, which no pipeline makes faster.
+    with pytest.warns(UserWarning, match="neither batch_size nor chunks is given") as told:
+        suggest(profile, objective="step")
+        suggest(Block(), torch.ones(4, 8), devices=["cpu:0"], objective="step", repeats=1)
+    assert [warning.filename for warning in told] == [__file__] * 2
+    assert ["a batch of 4 samples" in str(warning.message) for warning in told] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (lambda flow: flow, r"^model is a DataFlow, .*; give that model, flow\.module"),
+        (lambda flow: nn.Sequential(nn.ReLU(), flow), "^module '1' of the model is a DataFlow"),
+    ],
+)
+def test_a_flow_is_refused_as_a_model_and_still_runs(wrap, message):
+    # It was a TypeError of LatestShapes, and the flow returned fake tensors from then on.
+    model, x = Block(), torch.ones(4, 8)
+    expected = model(x)
+    flow = placer.DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(first=0, second=1)
+    flow.update_flow()
+    with pytest.raises(InputError, match=message):
+        suggest(wrap(flow), x, devices=2, repeats=1, cache=False)
+    assert torch.equal(flow(x), expected)

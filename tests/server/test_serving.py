@@ -207,5 +207,18 @@ def test_the_service_speaks_tls_with_a_certificate(settings, tmp_path, solvers):
 
 def test_a_certificate_that_cannot_be_read_is_an_error_that_names_it(settings, tmp_path):
     broken = settings.model_copy(update={"tls_cert": str(tmp_path / "absent.pem")})
-    with pytest.raises(ServerError, match="PLACER_TLS_CERT"), background(broken):
+    told = r"PLACER_TLS_CERT '.*absent\.pem' .*; give a certificate chain in PEM"
+    with pytest.raises(ServerError, match=told), background(broken):
+        pass
+
+
+def test_a_key_without_a_certificate_is_refused_with_what_is_missing(settings, tmp_path):
+    # It was an AssertionError of uvicorn without a message.
+    broken = settings.model_copy(update={"tls_key": str(tmp_path / "key.pem")})
+    with (
+        pytest.raises(
+            InputError, match=r"PLACER_TLS_KEY is '.*', and PLACER_TLS_CERT is not given"
+        ),
+        background(broken),
+    ):
         pass

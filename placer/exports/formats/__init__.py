@@ -16,7 +16,7 @@ from placer.exports.formats.piper import Piper
 from placer.exports.formats.torchgpipe import TorchGPipe
 from placer.exports.formats.torchtitan import TorchTitan
 from placer.exports.formats.vllm import VLLM
-from placer.schema.faults import nearest
+from placer.schema.faults import similar
 
 FORMATS: dict[str, Format] = {
     form.name: form
@@ -49,7 +49,6 @@ def format_named(name: Any) -> Format:
     found = FORMATS.get(name)
     if found is None:
         raise InputError(
-            f"there is no format {name!r}; give one of {', '.join(FORMATS)}"
-            f"{nearest(name, list(FORMATS))}"
+            f"there is no format {name!r}; give one of {', '.join(FORMATS)}{similar(name, FORMATS)}"
         )
     return found

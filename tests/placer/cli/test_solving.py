@@ -564,3 +564,24 @@ def test_a_reader_that_leaves_early_is_no_traceback(chain_file: Path) -> None:
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert result.stdout == "{"
     assert result.stderr == ""
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_step_without_a_batch_is_warned_of_in_one_line(run: Run) -> None:
+    answer = run("solve", "-", "--objective", "step", "--json", stdin=chain([1.0]).to_json())
+    assert answer.code == 0, answer.err
+    (line,) = answer.err.splitlines()
+    assert line.startswith("warning: objective 'step' places a batch of 1 sample,")
+    asked = ("--objective", "step", "--batch-size", "4", "--json")
+    assert not run("solve", "-", *asked, stdin=chain([1.0]).to_json()).err
+
+
+@pytest.mark.parametrize(
+    ("name", "there"), [("explain", "placer show FILE"), ("apply", "DataFlow")]
+)
+def test_a_command_that_users_look_for_is_answered_with_what_there_is(
+    run: Run, name: str, there: str
+) -> None:
+    answer = run(name, "profile.json")
+    told = " ".join(re.sub("[^!-~ ]", " ", answer.err).split())
+    assert answer.code == 2 and f"No such command '{name}'." in told and there in told

@@ -15,7 +15,7 @@ from small_requests import DrawnRequest, examples
 
 import placer
 from placer.errors import InputError, PlacementError
-from placer.exports.formats import format_named
+from placer.exports.formats import FORMATS, format_named
 from placer.exports.restriction import expressible
 from placer.schema import (
     Cluster,
@@ -359,3 +359,9 @@ def test_an_unknown_format_names_the_nearest_one() -> None:
         InputError, match=r"there is no format 'vlm'; give one of .*; did you mean 'vllm'\?"
     ):
         format_named("vlm")
+
+
+def test_an_unknown_format_like_no_other_is_answered_with_each_format_once() -> None:
+    with pytest.raises(InputError) as refused:
+        format_named("zzz")
+    assert [str(refused.value).count(name) for name in FORMATS] == [1] * len(FORMATS)

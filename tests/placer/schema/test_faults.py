@@ -270,3 +270,26 @@ def test_of_a_long_name_or_value_the_middle_is_left_out() -> None:
     with pytest.raises(InputError) as refused:
         placer.Constraints(**{"x" * 10_000: "y" * 10_000})
     assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize(("name", "text"), [(1, "a valid string, not 1"), ("", "at least 1 char")])
+def test_a_key_of_a_dictionary_of_objects_is_not_taken_for_a_field(name: Any, text: str) -> None:
+    # It was 'JointRequest.models.1.[key]: should be a valid string, not 1'.
+    with pytest.raises(
+        InputError, match=rf"^JointRequest\.models\.{name}: its name should .*{text}"
+    ):
+        placer.JointRequest(models={name: {"profile": PROFILE}})
+
+
+def test_an_empty_dictionary_is_described_as_a_list_is() -> None:
+    with pytest.raises(
+        InputError, match=r"^JointRequest\.models: should have at least 1 item, not 0"
+    ):
+        placer.JointRequest(models={})
+
+
+@pytest.mark.parametrize("given", [5, None, {"layers": []}])
+def test_json_that_is_no_text_is_an_input_error(given: Any) -> None:
+    # It was a TypeError: argument of type 'int' is not iterable.
+    with pytest.raises(InputError, match=r"^Profile: JSON input should be string, bytes"):
+        Profile.model_validate_json(given)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
+import warnings
 from typing import Any
 
 import pytest
 
 import placer
 from placer.errors import InputError
+from placer.estimator.estimate import estimate
 from placer.schema import (
     Constraints,
+    EstimateOptions,
     PlacementRequest,
     Profile,
     ProfileOptions,
@@ -144,3 +148,40 @@ def test_replicas_are_refused_where_no_search_considers_them(
         "replicas is 'auto', which only training under objectives 'step' and 'throughput' uses; "
         f"{because}: leave replicas out"
     ) in str(refused.value)
+
+
+def test_a_request_is_made_from_options_and_a_list_of_profiles_alone() -> None:
+    # They were an AttributeError of 'int' and a TypeError of 'Profile'.
+    one: Any = profile()
+    wrong: Any = 3
+    with pytest.raises(InputError, match=r"options is an int; give placer\.SolveOptions"):
+        PlacementRequest.from_options(wrong, [one])
+    with pytest.raises(
+        InputError, match=r"profiles is a Profile; give a list, such as \[profile\]"
+    ):
+        PlacementRequest.from_options(SolveOptions(), one)
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        (SolveOptions(objective="step"), True),
+        (SolveOptions(objective="step", chunks=1), False),
+        (SolveOptions(objective="step", batch_size=4), False),
+        (SolveOptions(), False),
+    ],
+)
+def test_a_step_without_a_batch_is_warned_of(options: SolveOptions, warns: bool) -> None:
+    request = PlacementRequest.from_options(options, [profile(batch_size=2)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        request.warn_of_one_size(options)
+    assert ["a batch of 2 samples" in str(one.message) for one in told] == [True] * warns
+
+
+def test_an_unknown_argument_is_answered_with_each_name_once() -> None:
+    # 'training' is an argument of estimate and a field of its options, and came twice.
+    with pytest.raises(InputError) as refused:
+        combined(EstimateOptions, None, {"zzz": 5}, estimate)
+    names = re.findall("'([a-z_]+)'", str(refused.value))
+    assert "training" in names and len(names) == len(set(names))

@@ -45,6 +45,15 @@ def setting(value, *path):
     return edit
 
 
+def test_more_bytes_than_can_be_placed_are_answered_with_what_to_change():
+    # It ended at '1 micro-batches; no more than 2**60 can be placed'.
+    asked = PlacementRequest.model_validate(
+        question(setting(2**60, "profile", "edges", 0, "bytes"))
+    )
+    with pytest.raises(InputError, match=r"with 1 micro-batch; .* give fewer or smaller micro-b"):
+        solve(asked)
+
+
 LAYER, DEVICE, LINK = (("profile", "layers", 0), ("cluster", "devices", 1), ("cluster", "links", 0))
 
 
