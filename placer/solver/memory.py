@@ -126,7 +126,8 @@ from functools import cached_property
 from placer.schedule.gradient_pieces import LANDINGS, gradient_pieces
 from placer.schema import MemoryUse
 from placer.solver import pipelines
-from placer.solver.problem import Problem, Value
+from placer.solver.problem import Problem
+from placer.solver.values import Value
 
 Moment = tuple[int, int]
 """The held bytes and the workspace bytes of one moment."""
@@ -263,7 +264,9 @@ def footprint(problem: Problem, held: Held) -> Footprint:
         state["grad_bytes"] += exchange_bytes(problem, held, problem.replication.replicas)
     state["optimizer_bytes"] = sum(layer.optimizer_bytes for layer in layers)
     kept = kept_by_step(problem, held)
-    activations, workspace = _worst_of_training(problem, held, kept)
+    optimizer = 0, sum(problem.step_bytes[layer] for layer in held.layers)
+    moments = itertools.chain(*moments_of_training(problem, held, kept))
+    activations, workspace = max(*moments, optimizer, (0, 0), key=sum)
     one = MemoryUse(**state, activation_bytes=activations, workspace_bytes=workspace)
     entering = sum(
         value.held_bytes
@@ -416,14 +419,6 @@ def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
         if keepers:
             kept[keepers[0]] += value.held_bytes
     return kept
-
-
-def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> Moment:
-    """Return the worst moment: of a layer forwards or backwards, or of the optimizer."""
-    optimizer = 0, sum(problem.step_bytes[layer] for layer in held.layers)
-    return max(
-        *itertools.chain(*moments_of_training(problem, held, kept)), optimizer, (0, 0), key=sum
-    )
 
 
 def moments_of_training(

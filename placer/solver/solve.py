@@ -32,7 +32,7 @@ from typing import NamedTuple
 from placer.errors import InputError, kind_of
 from placer.exports.restriction import expressible, restricted_reason
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
-from placer.solver import answer, every_map, ties
+from placer.solver import answer, every_map
 from placer.solver.bounds import simple_bounds
 from placer.solver.chain import initial_placements, optimal_cuts
 from placer.solver.check import check
@@ -45,6 +45,7 @@ from placer.solver.contiguous.stage_program import (
     quickest_everywhere,
     stage_links,
 )
+from placer.solver.cpsat import ties
 from placer.solver.cpsat.model import MOST_RULES, PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer, Meter
 from placer.solver.explain import conflict, limits

@@ -34,8 +34,9 @@ from placer.solver.cpsat.model import MOST_RULES
 from placer.solver.cpsat.peak_constraints import PeakConstraints
 from placer.solver.cpsat.runner import Answer, Limits, run
 from placer.solver.cpsat.variables import BYTE_STEPS, TIME_STEPS
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem
 from placer.solver.reduce import Net, Reduction, best_link, joined_nets
+from placer.solver.values import arcs_of
 
 MOST_CLASSES = 3
 """The most classes of devices: with more, a variable per node and device is no worse."""

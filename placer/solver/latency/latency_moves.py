@@ -23,8 +23,9 @@ from placer.solver import costs
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.latency.makespan import LinkTimes, Pass
-from placer.solver.problem import SAME, Problem, arcs_of
+from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction
+from placer.solver.values import arcs_of
 
 
 class Quotient:
