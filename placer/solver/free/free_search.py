@@ -39,7 +39,8 @@ class _Ends(NamedTuple):
         pairs_at_last: the same while it still finds better placements.
         proof_of_few: a proof right after the pair search, of few nodes.
         coarse_prices: bounds by prices of large groups.
-        redivision: large neighbourhood search, if the pair search does not apply.
+        redivision: large neighbourhood search, if the pair search does not apply or numbers of
+            devices or layers are limited.
         redivision_between: the same between rounds of the integer program.
         pairs_again: the continued pair search.
         prices: bounds by prices of small groups.
@@ -87,7 +88,11 @@ def before_the_program(search: Search) -> None:
             search.problem, search.nodes
         ):
             look(search)
-    if search.open() and not divided and has_many_nodes(search.problem, search.nodes):
+    if (
+        search.open()
+        and not (divided and search.problem.any_numbers)
+        and has_many_nodes(search.problem, search.nodes)
+    ):
         _redivide(search, ENDS.redivision)
     _share_out(search, COARSE, ENDS.coarse_prices)
     # The integer program proves in a second what takes prices long, and the other way round.

@@ -138,6 +138,9 @@ class PairSearch:
         busiest = max(range(len(loads)), key=lambda device: loads[device])
         others = [device for device in range(len(loads)) if device != busiest]
         self._random.shuffle(others)
+        # Devices with little to do take from the busiest most readily, if layers are limited.
+        if not self._pairs.problem.any_numbers:
+            others.sort(key=lambda device: loads[device])
         most_ms = loads[busiest] * (1 - PROVEN_GAP)
         if most_ms >= loads[busiest]:  # of zero there is nothing less
             return None
