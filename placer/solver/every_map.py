@@ -20,9 +20,10 @@ from math import inf, prod
 
 from placer.solver import costs
 from placer.solver.cpsat.runner import PER_WORK
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.solver.search import Search
+from placer.solver.values import arcs_of
 
 MOST = 1_000
 """The most maps that are enumerated: about five seconds."""

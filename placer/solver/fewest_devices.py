@@ -14,7 +14,8 @@ from math import ceil
 from time import monotonic
 
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
-from placer.solver import answer, costs, ties
+from placer.solver import answer, costs
+from placer.solver.cpsat import ties
 from placer.solver.cpsat.runner import Limits, Meter
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import reduced

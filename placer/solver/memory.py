@@ -126,7 +126,8 @@ from functools import cached_property
 from placer.schedule.gradient_pieces import LANDINGS, gradient_pieces
 from placer.schema import MemoryUse
 from placer.solver import pipelines
-from placer.solver.problem import Problem, Value
+from placer.solver.problem import Problem
+from placer.solver.values import Value
 
 Moment = tuple[int, int]
 """The held bytes and the workspace bytes of one moment."""
@@ -151,6 +152,10 @@ class Held:
     def here(self) -> frozenset[int]:
         """The layers as a set."""
         return frozenset(self.layers)
+
+    def total(self, sizes: Sequence[int]) -> int:
+        """Return the sum of the layers' sizes, which are given for all layers."""
+        return sum(sizes[layer] for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -263,7 +268,9 @@ def footprint(problem: Problem, held: Held) -> Footprint:
         state["grad_bytes"] += exchange_bytes(problem, held, problem.replication.replicas)
     state["optimizer_bytes"] = sum(layer.optimizer_bytes for layer in layers)
     kept = kept_by_step(problem, held)
-    activations, workspace = _worst_of_training(problem, held, kept)
+    optimizer = 0, held.total(problem.step_bytes)
+    moments = itertools.chain(*moments_of_training(problem, held, kept))
+    activations, workspace = max(*moments, optimizer, (0, 0), key=sum)
     one = MemoryUse(**state, activation_bytes=activations, workspace_bytes=workspace)
     entering = sum(
         value.held_bytes
@@ -404,10 +411,7 @@ class SegmentMemory:
 
 
 def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
-    """Return, by step, the bytes that one micro-batch leaves for its backward pass.
-
-    A value counts once.
-    """
+    """Return, by step, what a micro-batch leaves for its backward pass; a value counts once."""
     kept: Counter[int] = Counter()
     for layer in held.layers:
         kept[layer] += problem.layers[layer].saved_bytes
@@ -416,14 +420,6 @@ def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
         if keepers:
             kept[keepers[0]] += value.held_bytes
     return kept
-
-
-def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> Moment:
-    """Return the worst moment: of a layer forwards or backwards, or of the optimizer."""
-    optimizer = 0, sum(problem.step_bytes[layer] for layer in held.layers)
-    return max(
-        *itertools.chain(*moments_of_training(problem, held, kept)), optimizer, (0, 0), key=sum
-    )
 
 
 def moments_of_training(
@@ -482,10 +478,10 @@ def recorded(problem: Problem, held: Held) -> Recorded:
     moments, over = moments_recorded(problem, held)
     each = max([over, *(sum(moment) for moment, _ in moments)]) + crossing_bytes(held)
     backwards = max(0, max((sum(moment) for _, moment in moments), default=0))
-    step = sum(problem.step_bytes[layer] for layer in held.layers)
+    step = held.total(problem.step_bytes)
     if not problem.weights_apart:
         return Recorded(each, backwards + step, 0, landing_bytes(held))
-    deferred = sum(problem.deferred_bytes[layer] for layer in held.layers)
+    deferred = held.total(problem.deferred_bytes)
     shared = max((problem.weight_grad_workspace_bytes[layer] for layer in held.layers), default=0)
     return Recorded(each, shared + step, deferred + backwards, landing_bytes(held))
 
@@ -526,10 +522,7 @@ def crossing_bytes(held: Held) -> int:
 
 
 def sent_bytes(held: Held) -> int:
-    """Return the bytes of one micro-batch that are sent and that no layer here keeps.
-
-    They stay in a recorded pass until it is over.
-    """
+    """Return the bytes of a micro-batch that are sent, not kept, and stay until a pass is over."""
     return sum(value.held_bytes for value in held.values if _is_sent(value, held.here))
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from placer.schema import Link
 from placer.solver.components import closed_groups, group_of, strong_components
-from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem
+from placer.solver.values import arcs_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from time import monotonic
 
 from placer.schema import Placement, PlacementRequest
 from placer.schema.base import PROVEN_GAP
-from placer.solver import answer, costs, ties
+from placer.solver import answer, costs
+from placer.solver.cpsat import ties
 from placer.solver.cpsat.runner import Limits, Meter
 from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction, reduced

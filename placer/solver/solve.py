@@ -32,19 +32,15 @@ from typing import NamedTuple
 from placer.errors import InputError, kind_of
 from placer.exports.restriction import expressible, restricted_reason
 from placer.schema import Infeasibility, Placement, PlacementRequest, TieBreaks
-from placer.solver import answer, every_map, ties
+from placer.solver import answer, every_map
 from placer.solver.bounds import simple_bounds
 from placer.solver.chain import initial_placements, optimal_cuts
 from placer.solver.check import check
 from placer.solver.contiguous import stage_program, stage_search
 from placer.solver.contiguous.order_search import none_in_any_order
 from placer.solver.contiguous.redivision import redivide
-from placer.solver.contiguous.stage_program import (
-    StageLinks,
-    StageModel,
-    quickest_everywhere,
-    stage_links,
-)
+from placer.solver.contiguous.stage_program import StageModel, stage_links
+from placer.solver.cpsat import ties
 from placer.solver.cpsat.model import MOST_RULES, PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer, Meter
 from placer.solver.explain import conflict, limits
@@ -91,7 +87,7 @@ class _TimeShares(NamedTuple):
     Attributes:
         finer_cuts: share of the time after which finer cuts of a long order end.
         only_order: the same where the order is the only one, so that cuts can prove.
-        relaxed: share of the remaining time for the problem with the quickest link everywhere.
+        relaxed: share of the time after which the stage program does not relax memory or links.
         stages: share of the remaining time for the stage program that relaxes memory or links.
         relaxed_work: work of each question to that program: its answers prove less.
         conflict: share of the time for the conflicting requirements, once infeasibility is known.
@@ -517,10 +513,7 @@ class Portfolio(Search):
         links = stage_links(self.problem)
         if links is None or self.best is None or self.value <= 0 or self.over(SHARES.relaxed):
             return
-        if self.open() and not self.over(SHARES.relaxed):
-            self._solve_relaxed(links)
-        if self.open():
-            redivide(self, stage_search.nodes_within(self), SHARES.relaxed_work, busiest_alone=True)
+        redivide(self, stage_search.nodes_within(self), SHARES.relaxed_work, busiest_alone=True)
         if not self.open() or self.over(1.0):
             return
         model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)
@@ -531,15 +524,6 @@ class Portfolio(Search):
         self.offer(result.devices, "integer program")
         if self.open() and not self.over(1.0):
             stage_search.halve(self, SHARES.relaxed_work)
-
-    def _solve_relaxed(self, links: StageLinks) -> None:
-        """Prove a bound, and maybe find a better placement, with the quickest link everywhere."""
-        easier = quickest_everywhere(self.problem, links.quickest, SHARES.relaxed * self.left_s())
-        search = Portfolio(easier, stop=self.stop, meter=self.meter)
-        search.answer()
-        # No placement takes longer with the quickest link everywhere, so the bound holds here too.
-        self.prove(min(search.bound, self.value))
-        self.offer(search.best, search.method)
 
     def _break_ties(self) -> TieBreaks:
         """Look for a placement as good that transfers less, or is better balanced."""

@@ -26,8 +26,9 @@ from math import floor, inf
 
 from ortools.graph.python import max_flow
 
-from placer.solver.problem import Problem, Value
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
+from placer.solver.values import Value
 
 STEPS = 2**40
 """Integer steps of all nodes' work together: max-flow needs integers, and 2**40 keeps 12 digits."""

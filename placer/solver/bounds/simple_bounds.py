@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from placer.solver.bounds.memory_bounds import least_of_all, least_of_nodes
 from placer.solver.bounds.min_cut_bound import cut_bound
 from placer.solver.bounds.work_sharing import least_work
-from placer.solver.problem import Problem, arcs_of, gradient_arcs
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
+from placer.solver.values import arcs_of, gradient_arcs
 
 
 def lower_bound(problem: Problem, nodes: Reduction) -> float:

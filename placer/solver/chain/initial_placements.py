@@ -27,8 +27,9 @@ from placer.schema import Link
 from placer.solver.chain import optimal_cuts
 from placer.solver.components import topological_order
 from placer.solver.cpsat.runner import PER_WORK
-from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction, best_link, exchanges, reduced
+from placer.solver.values import arcs_of
 
 MOST_WORK, MOST_TABLE_WORK = 0.8, 8 / 3
 """The most work of all cuts of random orders, and of their tables: below a second, and seconds."""

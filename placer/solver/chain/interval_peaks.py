@@ -40,7 +40,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.solver.problem import Problem, Value
+from placer.solver.problem import Problem
+from placer.solver.values import Value
 
 
 class _Hold(NamedTuple):

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from placer.schedule import least_in_flight
 from placer.solver.bounds import memory_bounds
 from placer.solver.chain.interval_peaks import TrainingMoments, inference_moments
-from placer.solver.problem import Problem, Value
+from placer.solver.problem import Problem
 from placer.solver.reduce import Exchange, Reduction, exchanges
+from placer.solver.values import Value
 
 Table = NDArray[np.float64]
 

@@ -36,8 +36,9 @@ from numpy.typing import NDArray
 
 from placer.solver import costs
 from placer.solver.chain.intervals import Intervals
-from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Exchange, Reduction, exchanges
+from placer.solver.values import arcs_of
 
 Table = NDArray[np.float64]
 Counts = tuple[int, ...]

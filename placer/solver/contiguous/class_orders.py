@@ -41,8 +41,9 @@ from placer.solver.contiguous.transfer_windows import MOST_PINS, narrowed_window
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.cpsat.stage_windows import members, neighbourhood, work_on
 from placer.solver.memory import FootprintCache
-from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
+from placer.solver.values import arcs_of
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]

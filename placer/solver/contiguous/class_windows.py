@@ -29,8 +29,9 @@ from ortools.graph.python import max_flow
 
 from placer.schema import Link
 from placer.solver.cpsat.variables import TIME_STEPS
-from placer.solver.problem import ROUNDING, Problem, Value
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
+from placer.solver.values import Value
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]

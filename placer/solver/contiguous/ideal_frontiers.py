@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 from placer.solver.chain.optimal_cuts import ROWS
 from placer.solver.contiguous.transfer_windows import Windows
-from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction, joined_nets
+from placer.solver.values import arcs_of
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]

@@ -31,8 +31,9 @@ from placer.solver.bounds import memory_bounds
 from placer.solver.bounds.min_cut_bound import MOST_PINS, Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.components import closed_groups
 from placer.solver.cpsat.stage_windows import neighbourhood
-from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of
+from placer.solver.problem import ROUNDING, SAME, Problem
 from placer.solver.reduce import Net, Reduction, joined, joined_nets
+from placer.solver.values import arcs_of
 
 Pair = tuple[int, int]
 

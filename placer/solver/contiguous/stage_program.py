@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import floor
 from typing import cast
@@ -27,15 +27,15 @@ from typing import cast
 from ortools.sat.python import cp_model
 
 from placer.schema import Link
-from placer.schema.base import LARGEST_BYTES
 from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous.transfer_windows import narrowed_windows
 from placer.solver.cpsat.model import MOST_RULES
 from placer.solver.cpsat.peak_constraints import PeakConstraints
 from placer.solver.cpsat.runner import Answer, Limits, run
 from placer.solver.cpsat.variables import BYTE_STEPS, TIME_STEPS
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem
 from placer.solver.reduce import Net, Reduction, best_link, joined_nets
+from placer.solver.values import arcs_of
 
 MOST_CLASSES = 3
 """The most classes of devices: with more, a variable per node and device is no worse."""
@@ -103,30 +103,6 @@ def stage_links(problem: Problem) -> StageLinks | None:
     across = [link for (source, target), link in links.items() if place[source] != place[target]]
     quickest, between = best_link(list(links.values())), best_link(across) if across else None
     return StageLinks(quickest, None if between == quickest else between)
-
-
-def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -> Problem:
-    """Return the problem with that link between all devices and no limits of memory.
-
-    No harder, and links all alike.
-
-    Args:
-        problem: the placement problem.
-        quickest: as good as any link.
-        time_limit_s: for the search of its answer.
-    """
-    numbers = range(len(problem.devices))
-    return replace(
-        problem,
-        request=problem.request.model_copy(
-            update={"time_limit_s": time_limit_s, "break_ties": False}
-        ),
-        devices=tuple(
-            device.model_copy(update={"memory_bytes": LARGEST_BYTES, "reserve_bytes": 0})
-            for device in problem.devices
-        ),
-        links=tuple(tuple(quickest if a != b else None for b in numbers) for a in numbers),
-    )
 
 
 Literal = cp_model.IntVar

@@ -36,9 +36,10 @@ from placer.solver.contiguous.redivision import redivide
 from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.contiguous.unordered_nodes import UnorderedModel, unordered_nodes
 from placer.solver.cpsat.runner import Answer, Meter
-from placer.solver.problem import Problem, Value
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
+from placer.solver.values import Value
 
 
 class _Sweep(NamedTuple):

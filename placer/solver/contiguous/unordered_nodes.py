@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 from placer.solver import costs
 from placer.solver.contiguous.ideal_frontiers import Counts, Frontier, Table, Vector, product
 from placer.solver.contiguous.stage_program import StageModel
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined_nets
+from placer.solver.values import arcs_of
 
 
 def unordered_nodes(problem: Problem, nodes: Reduction) -> list[int]:

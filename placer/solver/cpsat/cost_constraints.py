@@ -9,7 +9,7 @@ from typing import TypeAlias
 from ortools.sat.python import cp_model
 
 from placer.solver.cpsat.variables import PlacementVariables, Term
-from placer.solver.problem import Value
+from placer.solver.values import Value
 
 LoadParts: TypeAlias = tuple[list[list[Term]], list[list[Term]], list[list[Term]]]
 """By device, the terms of its compute, of what it sends, and of what it receives."""

@@ -32,8 +32,9 @@ from placer.solver.cpsat.peak_steps import (
     recorded_peak_steps,
     training_peak_steps,
 )
-from placer.solver.problem import Problem, Value
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
+from placer.solver.values import Value
 
 Literal = cp_model.IntVar | None
 """None holds never."""

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver.bounds.memory_bounds import can_bind, state_of_nodes
-from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
+from placer.solver.values import arcs_of
 
 Vector = NDArray[np.float64]
 

@@ -20,8 +20,9 @@ from ortools.sat.python import cp_model
 
 from placer.solver.bounds.memory_bounds import state_bytes
 from placer.solver.cpsat.stage_windows import stage_windows
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined_nets
+from placer.solver.values import arcs_of
 
 Term = cp_model.LinearExpr | int
 

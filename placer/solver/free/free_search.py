@@ -6,9 +6,8 @@ two devices                                            for longer          │
 hold                                                                       ▼
       integer program, other rounds ◀─ column generation ◀─ integer program, a first round
 
-Where pairs of devices cannot be judged alone, nodes move one by one (``local_search.py``). A few
-devices redivide their nodes with the integer program (``local_search.py``), also between
-its rounds.
+Where pairs of devices cannot be judged alone, a few devices redivide their nodes with the integer
+program (``neighbourhood_search.py``), also between its rounds.
 
 With few nodes, the placement of the pair search is mostly the best. It is then proven right away,
 by column generation with large groups and a first look of the integer program.
@@ -23,9 +22,8 @@ from typing import NamedTuple
 
 from placer.schema.base import PROVEN_GAP
 from placer.solver.cpsat.model import PlacementModel, worth_building
-from placer.solver.free import local_search, pair_search, set_graph
+from placer.solver.free import neighbourhood_search, pair_search, set_graph
 from placer.solver.free.column_generation import GROUPS, share_bound
-from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_search import PairSearch
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
@@ -41,8 +39,8 @@ class _Ends(NamedTuple):
         pairs_at_last: the same while it still finds better placements.
         proof_of_few: a proof right after the pair search, of few nodes.
         coarse_prices: bounds by prices of large groups.
-        moves: local search by small moves, if the pair search does not apply.
-        redivision: large neighbourhood search, if the pair search does not apply.
+        redivision: large neighbourhood search, if the pair search does not apply or numbers of
+            devices or layers are limited.
         redivision_between: the same between rounds of the integer program.
         pairs_again: the continued pair search.
         prices: bounds by prices of small groups.
@@ -55,7 +53,6 @@ class _Ends(NamedTuple):
     pairs_at_last: float = 0.3
     proof_of_few: float = 0.1
     coarse_prices: float = 0.5
-    moves: float = 0.2
     redivision: float = 0.45
     redivision_between: float = 0.7
     pairs_again: float = 0.65
@@ -91,9 +88,11 @@ def before_the_program(search: Search) -> None:
             search.problem, search.nodes
         ):
             look(search)
-    if search.open() and not divided:
-        _move_nodes(search, ENDS.moves)
-    if search.open() and not divided and has_many_nodes(search.problem, search.nodes):
+    if (
+        search.open()
+        and not (divided and search.problem.any_numbers)
+        and has_many_nodes(search.problem, search.nodes)
+    ):
         _redivide(search, ENDS.redivision)
     _share_out(search, COARSE, ENDS.coarse_prices)
     # The integer program proves in a second what takes prices long, and the other way round.
@@ -191,22 +190,17 @@ def between_rounds(search: Search) -> None:
     _share_out(search, FINE, ENDS.prices)
 
 
-def _move_nodes(search: Search, share: float) -> None:
-    """Improve the best by small moves, until a share of the time or the work is over."""
-    if search.best is None or search.over(share) or not loads_add_up(search.problem):
-        return
-
-    over = partial(search.counted, local_search.ROUND.work, share)
-    enough = search.bound * (1 + PROVEN_GAP / 2)
-    found = local_search.improved(search.problem, search.nodes, search.best, over, enough)
-    search.offer(found, "local search")
+def _redivide_many(search: Search) -> None:
+    """Let a few devices redivide their nodes, where the integer program of all takes long."""
+    if search.open() and has_many_nodes(search.problem, search.nodes):
+        _redivide(search, ENDS.redivision)
 
 
 def _redivide(search: Search, share: float) -> None:
     """Let a few devices redivide their nodes, until a share of the time or the work is over."""
     is_free = not search.problem.contiguous and search.request.objective == "throughput"
     if is_free and search.best is not None and search.enough is None:
-        found = local_search.redivided(
+        found = neighbourhood_search.redivided(
             search.problem, search.best, search.quietly, lambda: search.over(share)
         )
         search.offer(found, "local search")

@@ -11,7 +11,6 @@ Source: Lourenço, Martin and Stützle, "Iterated local search", 2003.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import cycle
 from random import Random
 from typing import NamedTuple
@@ -61,10 +60,9 @@ Over = Callable[[float], bool]
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Return whether loads and memory alone judge a division; devices may hold any number."""
-    any_number = problem.least_devices == 1 and problem.most_devices == len(problem.devices)
-    judged = loads_add_up(problem) and any_number and problem.most_layers is None
-    return judged and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
+    """Return whether loads, memory and numbers judge a division."""
+    several = len(problem.devices) > 1
+    return loads_add_up(problem) and several and len(nodes.nodes) <= MOST_NODES
 
 
 class PairSearch:
@@ -84,6 +82,7 @@ class PairSearch:
         self._patience = min(PATIENCE[0] + 2 * len(nodes.nodes), PATIENCE[1])
         self._in_vain: set[tuple[int, int, frozenset[int], frozenset[int]]] = set()
         self._worse, self.idle = cycle(KICK.worse), 0
+        self._is_judged = self._is_too_wide = False
         self._best: list[int] | None = None
 
     def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
@@ -95,18 +94,17 @@ class PairSearch:
             enough: a bottleneck that ends the search, as no smaller one exists.
 
         Returns:
-            By layer, its device; None where two devices hold too much to redivide.
+            By layer, its device; None if every two devices hold too much to redivide.
         """
         self._over, self._ended = over, False
         given = [start[layers[0]] for layers in self._nodes.nodes]
         if not self._pairs.capacity.holds(given):  # without recomputing
             return list(start)
-        with suppress(TooWide):
-            if self._best is None or self._most_ms(given) < self._most_ms(self._best):
-                self._best = self._now = self._down(given)
-                self.idle = 0
-            return self._nodes.spread(self._from_here(self._best, enough))
-        return None
+        if self._best is None or self._most_ms(given) < self._most_ms(self._best):
+            self._best = self._now = self._down(given)
+            self.idle = 0
+        best = self._nodes.spread(self._from_here(self._best, enough))
+        return best if self._is_judged or not self._is_too_wide else None
 
     def _from_here(self, best: list[int], enough: float) -> list[int]:
         """Return, by node, its device in the best placement that is found."""
@@ -140,6 +138,9 @@ class PairSearch:
         busiest = max(range(len(loads)), key=lambda device: loads[device])
         others = [device for device in range(len(loads)) if device != busiest]
         self._random.shuffle(others)
+        # Devices with little to do take from the busiest most readily, if layers are limited.
+        if not self._pairs.problem.any_numbers:
+            others.sort(key=lambda device: loads[device])
         most_ms = loads[busiest] * (1 - PROVEN_GAP)
         if most_ms >= loads[busiest]:  # of zero there is nothing less
             return None
@@ -196,7 +197,11 @@ class PairSearch:
         noise_ms: float,
     ) -> list[int] | None:
         """Return the same, if sizes that add up were all that counts."""
-        divisions = self._pairs.divisions(devices, one, other, most_ms, labels)
+        try:
+            divisions = self._pairs.divisions(devices, one, other, most_ms, labels)
+            self._is_judged |= divisions is not None
+        except TooWide:
+            divisions, self._is_too_wide = None, True
         looked_at = 0 if divisions is None else divisions.labels
         self._ended = self._over((looked_at + PER_WORK.labels_of_a_search) / PER_WORK.labels)
         if divisions is None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from itertools import permutations
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,12 +100,12 @@ class _Step:
     Attributes:
         after: by state and device, the state behind it.
         added_ms: by device whose load it is, by state and device of the node, what it adds.
-        size_bytes: what the node takes.
+        sizes: what the node takes of each limited resource.
     """
 
     after: Numbers
     added_ms: Row
-    size_bytes: float
+    sizes: Row
 
 
 class Pairs:
@@ -123,6 +124,7 @@ class Pairs:
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
         self.problem, self._allowed, self.loads = problem, nodes.allowed, Loads(problem, nodes)
         self.capacity = DeviceCapacity(problem, nodes)
+        self._layers = [len(layers) for layers in nodes.nodes]
         pins: dict[Pins, float] = defaultdict(float)
         for net in self.loads.nets:
             pins[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
@@ -149,15 +151,25 @@ class Pairs:
             TooWide: a border has too many states.
         """
         nodes = [node for node in self._order if devices[node] in (one, other)]
-        steps = self._steps(devices, nodes, one, other)
-        if not steps:
+        used = 2 + len(set(devices) - {one, other})
+        if not nodes or used > self.problem.most_devices:
             return None
-        capacity = (
-            [self.capacity.capacity_bytes(device) for device in (one, other)]
-            if self.capacity.limited
-            else None
-        )
-        return _Search(nodes, steps, np.array(most_ms), capacity, most_labels).divisions()
+        most_layers = self.problem.most_layers or inf
+        # neither device may be empty: the other one holds a layer
+        if used <= self.problem.least_devices:
+            most_layers = min(most_layers, sum(self._layers[node] for node in nodes) - 1)
+        limits = np.array([self._capacity_bytes(one, other), [most_layers, most_layers]])
+        steps = self._steps(devices, nodes, one, other)
+        return _Search(nodes, steps, np.array(most_ms), limits, most_labels).divisions()
+
+    def _sizes(self, node: int) -> Row:
+        """Return what a node takes: bytes that add up, layers."""
+        return np.array([self.capacity.size_bytes[node], self._layers[node]], np.float64)
+
+    def _capacity_bytes(self, *devices: int) -> list[float]:
+        """Return the sum of sizes that each of some devices can hold."""
+        is_limited = self.capacity.limited
+        return [self.capacity.capacity_bytes(one) if is_limited else inf for one in devices]
 
     def _steps(
         self, devices: Sequence[int], nodes: Sequence[int], one: int, other: int
@@ -201,7 +213,7 @@ class Pairs:
             borders = list(known)
             if len(borders) > MOST_STATES:
                 raise TooWide
-            found.append(_Step(after, added, self.capacity.size_bytes[node]))
+            found.append(_Step(after, added, self._sizes(node)))
         return found
 
 
@@ -268,14 +280,14 @@ class _Search:
         nodes: in the order of the sweep.
         steps: of each.
         most_ms: the load that each device may have.
-        capacity: by device, the bytes that it may hold; None if that does not matter.
+        limits: by resource and device, what it may hold; infinite where that does not matter.
         most_labels: at a step.
     """
 
     nodes: Sequence[int]
     steps: Sequence[_Step]
     most_ms: Row
-    capacity: Sequence[float] | None
+    limits: Row
     most_labels: int
 
     def divisions(self) -> Divisions | None:
@@ -286,7 +298,8 @@ class _Search:
             (RATES * self.most_ms[0] + (1 - RATES) * self.most_ms[1])[:, None],
         )
         state = np.zeros(1, np.int64)
-        load, held = np.zeros((2, 1)), np.zeros((2, 1))
+        load, held = np.zeros((2, 1)), np.zeros((len(self.limits), 2, 1))
+        is_limited = bool(np.isfinite(self.limits).any())
         origins, looked_at = [], 0
         for step, rest in zip(self.steps, rests, strict=True):
             labels = np.arange(len(state))
@@ -296,17 +309,15 @@ class _Search:
             # A Lagrangian bound: no completion is within both limits if, for any rate,
             #    rate * load_one + (1 - rate) * load_other + least rest  >  limit
             able = (rates * load[0] + (1 - rates) * load[1] + rest[:, state] <= most).all(axis=0)
-            if self.capacity is not None:
-                held = held[:, origin] + step.size_bytes * (column == np.array([[0], [1]]))
-                able &= (held <= np.array(self.capacity)[:, None]).all(axis=0)
+            if is_limited:
+                added = step.sizes[:, None, None] * (column == np.array([[0], [1]]))
+                held = held[:, :, origin] + added
+                able &= (held <= self.limits[:, :, None]).all(axis=(0, 1))
             chosen = self._thinned(state, load, _undominated(state, load, np.flatnonzero(able)))
             if not len(chosen):
                 return None
-            state, load, held = (
-                state[chosen],
-                load[:, chosen],
-                held[:, chosen] if self.capacity is not None else held,
-            )
+            state, load = state[chosen], load[:, chosen]
+            held = held[:, :, chosen] if is_limited else held
             origins.append(2 * origin[chosen] + column[chosen])
             looked_at += len(origin)
         return Divisions(load[0], load[1], looked_at, self.nodes, origins)

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from placer.solver import costs
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.device_capacity import DeviceCapacity
-from placer.solver.free.local_search import GROUP_SIZES
 from placer.solver.latency.makespan import LinkTimes, Pass
-from placer.solver.problem import SAME, Problem, arcs_of
+from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction
+from placer.solver.values import arcs_of
 
 
 class Quotient:
@@ -108,6 +108,9 @@ ROUND = _Round()
 
 TEMPERATURES = (0.003, 0.01, 0.001, 0.03)
 """Initial temperature of each round in turn: relative increases accepted with probability 1/e."""
+
+GROUP_SIZES = (1, 1, 1, 1, 2, 3, 4, 8)
+"""Numbers of neighbouring nodes that move at once, drawn at random: mostly one."""
 
 MOVES_PER_TRACE = 32
 """Accepted moves after which the critical path is traced again, as tracing costs a pass."""

@@ -25,8 +25,9 @@ from placer.solver.bounds.simple_bounds import longest_paths
 from placer.solver.components import closed_groups, topological_order
 from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.latency.makespan import LinkTimes
-from placer.solver.problem import Problem, Value
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined
+from placer.solver.values import Value
 
 TRIES = 3
 """Lists that are scheduled in turn, each with the memory that the last one's devices needed."""

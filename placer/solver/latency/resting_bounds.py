@@ -51,7 +51,8 @@ from placer.schema.base import Tier, copies_chosen_experts
 from placer.solver import pass_times
 from placer.solver.bounds.simple_bounds import fastest_ms
 from placer.solver.latency.resting_layers import RestingRules, least_sum
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem
+from placer.solver.values import arcs_of
 
 Passes = Sequence[tuple[float, Problem]]
 """Passes by their share of all passes."""

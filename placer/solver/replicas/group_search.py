@@ -20,10 +20,11 @@ from typing import Protocol
 
 from placer.schema import PlacementRequest, Profile, Schedule
 from placer.schema.base import PROVEN_GAP
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem
 from placer.solver.replicas.group_bounds import GroupBounds, Part, layers_behind
 from placer.solver.replicas.group_costs import Group, GroupCosts, GroupModel, units_of
 from placer.solver.step.choices import TRAINING, question
+from placer.solver.values import arcs_of
 
 MOST_ENDS = 300
 """The most places where stages may begin: tables of more take seconds for each model."""

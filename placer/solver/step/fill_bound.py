@@ -42,9 +42,10 @@ from numpy.typing import NDArray
 
 from placer.schedule import in_flight
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
-from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of, gradient_arcs
+from placer.solver.problem import ROUNDING, SAME, Problem
 from placer.solver.reduce import Reduction
 from placer.solver.replicas.gradient_exchange import LayerMs, SlotBound
+from placer.solver.values import arcs_of, gradient_arcs
 
 Arcs = set[tuple[int, int]]
 Vector = NDArray[np.float64]

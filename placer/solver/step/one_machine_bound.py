@@ -24,8 +24,9 @@ from math import inf
 from typing import NamedTuple
 
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
-from placer.solver.problem import Problem, arcs_of, gradient_arcs
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
+from placer.solver.values import arcs_of, gradient_arcs
 
 Matrix = Sequence[Sequence[float]]
 

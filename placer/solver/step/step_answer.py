@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from placer import schedule
 from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, TieBreaks
-from placer.solver import answer, costs, pipelines, ties
+from placer.solver import answer, costs, pipelines
+from placer.solver.cpsat import ties
 from placer.solver.problem import Problem
 from placer.solver.replicas.gradient_exchange import Exchange
 from placer.solver.search import Incumbent

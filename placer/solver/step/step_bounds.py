@@ -67,10 +67,11 @@ from placer.solver.bounds.simple_bounds import fastest_ms
 from placer.solver.bounds.work_sharing import least_work
 from placer.solver.chain import optimal_cuts
 from placer.solver.chain.optimal_cuts import Counts, CutTable
-from placer.solver.problem import ROUNDING, Problem, arcs_of, gradient_arcs
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 from placer.solver.replicas.gradient_exchange import SlotBound, slot_bounds
 from placer.solver.step import fill_bound, one_machine_bound
+from placer.solver.values import arcs_of, gradient_arcs
 
 Table = NDArray[np.float64]
 Matrix = Sequence[Sequence[float]]

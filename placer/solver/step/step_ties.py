@@ -11,7 +11,8 @@ from collections.abc import Callable
 from math import inf
 
 from placer.schema import TieBreaks
-from placer.solver import costs, ties
+from placer.solver import costs
+from placer.solver.cpsat import ties
 from placer.solver.problem import SAME
 from placer.solver.step import step_bounds, step_moves
 from placer.solver.step.choices import Choice

@@ -10,8 +10,8 @@ from small_requests import examples, small_requests
 
 from placer.errors import PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
-from placer.solver import ties
 from placer.solver.check import check
+from placer.solver.cpsat import ties
 from placer.solver.cpsat.runner import Limits
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
@@ -161,7 +161,7 @@ def test_of_as_short_steps_the_best_balanced_is_taken(chain):
 
 
 def test_no_program_for_ties_is_written_down_when_the_time_is_over(chain, monkeypatch):
-    monkeypatch.setattr("placer.solver.ties._TieModel", lambda *_: pytest.fail("a program"))
+    monkeypatch.setattr("placer.solver.cpsat.ties._TieModel", lambda *_: pytest.fail("a program"))
     problem = Problem.from_request(chain([1.0] * 4))
     broken = ties.broken(problem, [0, 0, 1, 1], lambda work: Limits(0.0), lambda devices: devices)
     assert not broken.proven

@@ -10,7 +10,7 @@ from small_requests import examples, small_requests
 from placer.schema import Constraints
 from placer.solver import costs
 from placer.solver.cpsat.runner import Limits
-from placer.solver.free import local_search
+from placer.solver.free import neighbourhood_search
 from placer.solver.problem import Problem
 
 SETTINGS = examples(60)
@@ -35,7 +35,7 @@ def test_from_the_worst_placement_the_best_is_found_where_all_devices_are_a_few(
     problem = Problem.from_request(asked.model_copy(update={"constraints": rules}))
     placements = sorted(every_placement(problem))
     assume(placements)
-    found = local_search.redivided(problem, placements[-1][1], limits, lambda: False)
+    found = neighbourhood_search.redivided(problem, placements[-1][1], limits, lambda: False)
     result = costs.evaluate(problem, found)
     assert costs.allowed(problem, found) and costs.fits(problem, result)
     assert result.objective_value == pytest.approx(placements[0][0], rel=1e-5, abs=1e-9)
@@ -43,7 +43,9 @@ def test_from_the_worst_placement_the_best_is_found_where_all_devices_are_a_few(
 
 def test_loads_of_more_devices_than_are_looked_at_together_become_even(chain):
     request = chain([1.0] * 20, devices=5, constraints=Constraints(contiguous=False))
-    found = local_search.redivided(Problem.from_request(request), [0] * 20, limits, lambda: False)
+    found = neighbourhood_search.redivided(
+        Problem.from_request(request), [0] * 20, limits, lambda: False
+    )
     assert sorted(found.count(device) for device in range(5)) == [4] * 5
 
 
@@ -51,4 +53,4 @@ def test_nothing_is_tried_when_the_time_is_over(chain):
     stop = threading.Event()
     stop.set()
     problem = Problem.from_request(chain([1.0] * 6, constraints=Constraints(contiguous=False)))
-    assert local_search.redivided(problem, [0] * 6, limits, stop.is_set) == [0] * 6
+    assert neighbourhood_search.redivided(problem, [0] * 6, limits, stop.is_set) == [0] * 6

@@ -44,8 +44,9 @@ def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
     assert costs.allowed(problem, found) and costs.fits(problem, result)
     assert result.objective_value <= placements[-1][0]
     room_is_known = not memory_bounds.can_bind(problem) or memory_bounds.holds_state_alone(problem)
+    any_numbers = problem.most_layers is None and problem.least_devices == 1
     # else there is room for what there was at the last look
-    if len(problem.devices) == 2 and room_is_known:
+    if len(problem.devices) == 2 == problem.most_devices and room_is_known and any_numbers:
         assert result.objective_value == pytest.approx(placements[0][0], rel=1e-5, abs=1e-9)
 
 
@@ -68,6 +69,33 @@ def test_devices_that_take_no_time_are_not_divided_for_ever(chain):
     start = [0, 1, 0, 1, 1, 0]
     found = improved(problem, start, lambda work: False)
     assert costs.allowed(problem, found) and costs.evaluate(problem, found).objective_value == 0.0
+
+
+def test_no_device_gets_more_than_it_can_hold(chain):
+    asked = chain([1.0] * 6, devices=3, param_bytes=10, memory_bytes=25, constraints=FREE)
+    problem = Problem.from_request(asked)
+    found = improved(problem, [0, 0, 1, 1, 2, 2], lambda work: False)
+    assert costs.fits(problem, costs.evaluate(problem, found))
+
+
+@pytest.mark.parametrize(
+    ("rules", "value_bytes", "start", "best_ms"),
+    [
+        ({"max_layers": 2}, 0, [0, 0, 1, 1, 2], 4),
+        ({"max_devices": 2}, 0, [0, 0, 0, 1, 1], 4),
+        # whatever is in the middle pays for two transfers
+        ({"min_devices": 3}, 10, [0, 1, 0, 2, 2], 21),
+    ],
+)
+def test_devices_and_their_layers_are_as_many_as_is_asked(
+    chain, rules, value_bytes, start, best_ms
+):
+    rules = Constraints(contiguous=False, **rules)
+    problem = Problem.from_request(
+        chain([4, 1, 1, 1, 1], devices=3, value_bytes=value_bytes, constraints=rules)
+    )
+    found = improved(problem, start, lambda work: False)
+    assert costs.judged(problem, found).objective_value == best_ms
 
 
 def test_a_search_that_is_over_returns_its_start(chain):

@@ -63,7 +63,9 @@ def test_ties_leave_the_step_as_short_as_it_is(chain):
 
 def test_ties_are_broken_of_the_best_step_not_of_each_small_bottleneck_on_the_way(monkeypatch):
     # 5,000 layers took 66 s for a time limit of 10 s: each search for a bottleneck broke its ties.
-    monkeypatch.setattr("placer.solver.ties.broken", lambda *_: pytest.fail("a bottleneck's ties"))
+    monkeypatch.setattr(
+        "placer.solver.cpsat.ties.broken", lambda *_: pytest.fail("a bottleneck's ties")
+    )
     asked = {
         "saved_bytes": 10,
         "memory_bytes": 128,
