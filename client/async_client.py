@@ -3,52 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
-from placer.errors import PlacerError
-from placer.schema import (
-    Cluster,
-    Comparison,
-    Estimate,
-    EstimateRequest,
-    Evaluation,
-    JointPlacement,
-    JointRequest,
-    LayerMap,
-    Node,
-    Objective,
-    Placement,
-    PlacementPage,
-    PlacementRequest,
-    Profile,
-    Progress,
-    Status,
-    Summary,
-    Timeline,
-)
-from placer.schema.base import FormatName
-from placer.schema.export import Export
-from placer.schema.graph import ProfileRequest
+from placer.schema import Objective, Placement, Progress, Status, Summary
 
-from .base import BaseClient
-from .connection import RETRIES, TIMEOUT_S, require_open
-from .endpoints import Health
+from .connection import RETRIES, TIMEOUT_S, BaseClient, require_open
+from .endpoints import Endpoints
 from .event_stream import EventStream
 from .exchange import Call, Exchange, Outcome, Pause
 
-__all__ = ["AsyncClient"]
-
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _awaited(
+    endpoint: Callable[Concatenate[Endpoints, P], Exchange[T]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """Return the method of ``AsyncClient`` that carries out the exchange of an endpoint."""
+
+    @functools.wraps(endpoint)
+    async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await client._carry_out(endpoint(client._endpoints, *args, **kwargs))
+
+    return method
 
 
 class AsyncClient(BaseClient):
-    """Client of one service for asyncio, with the methods of ``Client``.
+    """Client of one service for asyncio: the methods of ``Client``, each with ``await``.
 
-    Close it with ``aclose``, or use it in an ``async with`` statement.
+    Close it with ``aclose``, or use it in an ``async with`` statement. ``events`` and ``history``
+    are asynchronous iterators. Cancelling the task of ``place`` stops the solve, as Ctrl-C does for
+    ``Client``.
 
     Args:
         server: The service's URL, such as ``http://host:8080``; ``PLACER_URL`` from the environment
@@ -77,25 +67,29 @@ class AsyncClient(BaseClient):
             base_url=self.url, headers=self._headers, transport=transport
         )
 
-    async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
-        """See ``Client.place``; cancelling the task stops the solve, as Ctrl-C does there."""
-        return await self._carry_out(self._endpoints.place(request, wait))
-
-    async def place_together(
-        self, request: JointRequest, wait: float | None = None
-    ) -> JointPlacement:
-        """See ``Client.place_together``."""
-        return await self._carry_out(self._endpoints.place_together(request, wait))
-
-    async def place_many(
-        self, requests: Sequence[PlacementRequest], wait: float | None = None
-    ) -> list[Placement | PlacerError]:
-        """See ``Client.place_many``."""
-        return await self._carry_out(self._endpoints.place_many(requests, wait))
-
-    async def submit(self, request: PlacementRequest) -> Placement | Progress:
-        """See ``Client.submit``."""
-        return await self._carry_out(self._endpoints.submit(request))
+    place = _awaited(Endpoints.place)
+    place_together = _awaited(Endpoints.place_together)
+    place_many = _awaited(Endpoints.place_many)
+    submit = _awaited(Endpoints.submit)
+    placement = _awaited(Endpoints.placement)
+    stop = _awaited(Endpoints.stop)
+    evaluate = _awaited(Endpoints.evaluate)
+    compare = _awaited(Endpoints.compare)
+    page = _awaited(Endpoints.page)
+    request = _awaited(Endpoints.request)
+    timeline = _awaited(Endpoints.timeline)
+    trace = _awaited(Endpoints.trace)
+    report = _awaited(Endpoints.report)
+    export = _awaited(Endpoints.export)
+    profile = _awaited(Endpoints.profile)
+    estimate = _awaited(Endpoints.estimate)
+    stored_profile = _awaited(Endpoints.stored_profile)
+    cluster = _awaited(Endpoints.cluster)
+    measure_cluster = _awaited(Endpoints.measure_cluster)
+    nodes = _awaited(Endpoints.nodes)
+    register_node = _awaited(Endpoints.register_node)
+    forget_node = _awaited(Endpoints.forget_node)
+    health = _awaited(Endpoints.health)
 
     async def events(self, id: str) -> AsyncIterator[Progress | Placement]:
         """See ``Client.events``."""
@@ -116,48 +110,6 @@ class AsyncClient(BaseClient):
             if not stream.ended:
                 await asyncio.sleep(stream.pause_s(outcome))
 
-    async def placement(self, id: str, wait: float | None = None) -> Placement:
-        """See ``Client.placement``."""
-        return await self._carry_out(self._endpoints.placement(id, wait))
-
-    async def stop(self, id: str) -> Placement:
-        """See ``Client.stop``."""
-        return await self._carry_out(self._endpoints.stop(id))
-
-    async def evaluate(
-        self,
-        layer_devices: Mapping[str, str] | LayerMap | str,
-        request: PlacementRequest | None = None,
-        *,
-        id: str | None = None,
-        format: FormatName | None = None,
-        best: bool = False,
-    ) -> Evaluation:
-        """See ``Client.evaluate``."""
-        exchange = self._endpoints.evaluate(layer_devices, request, id, format, best)
-        return await self._carry_out(exchange)
-
-    async def compare(
-        self,
-        maps: Mapping[str, Mapping[str, str] | LayerMap] | None = None,
-        ids: Sequence[str] = (),
-        request: PlacementRequest | None = None,
-    ) -> Comparison:
-        """See ``Client.compare``."""
-        return await self._carry_out(self._endpoints.compare(maps or {}, ids, request))
-
-    async def page(
-        self,
-        query: str = "",
-        *,
-        status: Status | None = None,
-        objective: Objective | None = None,
-        limit: int = 50,
-        cursor: str | None = None,
-    ) -> PlacementPage:
-        """See ``Client.page``."""
-        return await self._carry_out(self._endpoints.page(query, status, objective, limit, cursor))
-
     async def history(
         self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
     ) -> AsyncIterator[Summary]:
@@ -171,70 +123,6 @@ class AsyncClient(BaseClient):
                 yield summary
             if (cursor := found.next) is None:
                 return
-
-    async def request(self, id: str) -> PlacementRequest:
-        """See ``Client.request``."""
-        return await self._carry_out(self._endpoints.request(id))
-
-    async def timeline(self, id: str) -> Timeline:
-        """See ``Client.timeline``."""
-        return await self._carry_out(self._endpoints.timeline(id))
-
-    async def trace(self, id: str) -> str:
-        """See ``Client.trace``."""
-        return await self._carry_out(self._endpoints.text(id, "trace"))
-
-    async def report(self, id: str) -> str:
-        """See ``Client.report``."""
-        return await self._carry_out(self._endpoints.text(id, "report"))
-
-    async def export(self, id: str, format: FormatName) -> Export:
-        """See ``Client.export``."""
-        return await self._carry_out(self._endpoints.export(id, format))
-
-    async def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
-        """See ``Client.profile``."""
-        return await self._carry_out(self._endpoints.profile(request, wait))
-
-    async def estimate(self, request: EstimateRequest) -> Estimate:
-        """See ``Client.estimate``."""
-        return await self._carry_out(self._endpoints.estimate(request))
-
-    async def stored_profile(self, id: str) -> Profile:
-        """See ``Client.stored_profile``."""
-        return await self._carry_out(self._endpoints.stored_profile(id))
-
-    async def cluster(
-        self,
-        nodes: Sequence[str] = (),
-        *,
-        network_bytes_per_s: float | None = None,
-        network_latency_s: float = 0.0,
-    ) -> Cluster:
-        """See ``Client.cluster``."""
-        return await self._carry_out(
-            self._endpoints.cluster(nodes, network_bytes_per_s, network_latency_s)
-        )
-
-    async def measure_cluster(self) -> Cluster:
-        """See ``Client.measure_cluster``."""
-        return await self._carry_out(self._endpoints.measure_cluster())
-
-    async def nodes(self) -> tuple[Node, ...]:
-        """See ``Client.nodes``."""
-        return await self._carry_out(self._endpoints.nodes())
-
-    async def register_node(self, name: str, cluster: Cluster) -> Node:
-        """See ``Client.register_node``."""
-        return await self._carry_out(self._endpoints.register_node(name, cluster))
-
-    async def forget_node(self, name: str) -> None:
-        """See ``Client.forget_node``."""
-        await self._carry_out(self._endpoints.forget_node(name))
-
-    async def health(self) -> Health:
-        """See ``Client.health``."""
-        return await self._carry_out(self._endpoints.health())
 
     async def aclose(self) -> None:
         """See ``Client.close``."""

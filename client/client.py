@@ -34,13 +34,10 @@ from placer.schema.base import FormatName
 from placer.schema.export import Export
 from placer.schema.graph import ProfileRequest
 
-from .base import BaseClient
-from .connection import RETRIES, TIMEOUT_S, require_open
+from .connection import RETRIES, TIMEOUT_S, BaseClient, require_open
 from .endpoints import Health
 from .event_stream import EventStream
 from .exchange import Call, Exchange, Outcome, Pause
-
-__all__ = ["Client"]
 
 T = TypeVar("T")
 
@@ -232,7 +229,9 @@ class Client(BaseClient):
                 ``id`` are given.
             ServerError: There is no such placement, or the service cannot answer.
         """
-        return self._carry_out(self._endpoints.evaluate(layer_devices, request, id, format, best))
+        return self._carry_out(
+            self._endpoints.evaluate(layer_devices, request, id=id, format=format, best=best)
+        )
 
     def compare(
         self,
@@ -251,7 +250,7 @@ class Client(BaseClient):
             InputError: Fewer than two are given, or the request is missing or has a fault.
             ServerError: There is no such placement, or the service cannot answer.
         """
-        return self._carry_out(self._endpoints.compare(maps or {}, ids, request))
+        return self._carry_out(self._endpoints.compare(maps, ids, request))
 
     def page(
         self,
@@ -271,7 +270,11 @@ class Client(BaseClient):
             limit: Largest number of placements, up to 200.
             cursor: Start of the page: ``next`` of the page before.
         """
-        return self._carry_out(self._endpoints.page(query, status, objective, limit, cursor))
+        return self._carry_out(
+            self._endpoints.page(
+                query, status=status, objective=objective, limit=limit, cursor=cursor
+            )
+        )
 
     def history(
         self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
@@ -297,11 +300,11 @@ class Client(BaseClient):
 
     def trace(self, id: str) -> str:
         """Return the timeline as JSON for https://ui.perfetto.dev."""
-        return self._carry_out(self._endpoints.text(id, "trace"))
+        return self._carry_out(self._endpoints.trace(id))
 
     def report(self, id: str) -> str:
         """Return a report of a placement as one HTML file."""
-        return self._carry_out(self._endpoints.text(id, "report"))
+        return self._carry_out(self._endpoints.report(id))
 
     def export(self, id: str, format: FormatName) -> Export:
         """Return a placement in the format of another engine; see ``Placement.export``.
@@ -370,7 +373,9 @@ class Client(BaseClient):
             ServerError: There is no such node, or the service cannot answer.
         """
         return self._carry_out(
-            self._endpoints.cluster(nodes, network_bytes_per_s, network_latency_s)
+            self._endpoints.cluster(
+                nodes, network_bytes_per_s=network_bytes_per_s, network_latency_s=network_latency_s
+            )
         )
 
     def measure_cluster(self) -> Cluster:

@@ -1,13 +1,23 @@
-"""Connection settings of a client: URL and headers."""
+"""Base of ``Client`` and ``AsyncClient``: everything except I/O.
+
+Client, AsyncClient   public methods; carry out calls, pauses and streams
+└─ BaseClient       URL, headers and timeouts
+└─ Endpoints   which calls an operation makes, in which order, with which retries
+"""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import httpx
 
 from placer.errors import InputError, kind_of
 from placer.schema.versions import VERSIONS
+
+from .endpoints import Endpoints
+from .event_stream import SILENCE_S
+from .exchange import Call
 
 TIMEOUT_S = 10.0
 RETRIES = 4
@@ -19,6 +29,41 @@ HEADERS = {
     " text/event-stream;q=0.9, text/html;q=0.8",
     "Placer-Schema-Version": ", ".join(VERSIONS),
 }
+
+
+class BaseClient:
+    """Configuration of a client.
+
+    Args:
+        server: The service's URL; ``PLACER_URL`` from the environment if None.
+        timeout: Seconds that connecting, sending or receiving may take.
+        retries: Number of repetitions of a request.
+        key: Bearer key; ``PLACER_KEY`` from the environment if None.
+
+    Attributes:
+        url: The service's URL.
+
+    Raises:
+        InputError: No server is given, its URL is invalid, or the key cannot be sent.
+    """
+
+    def __init__(self, server: str | None, timeout: float, retries: int, key: str | None) -> None:
+        self.url = url_of(server)
+        self._headers = request_headers(key)
+        self._endpoints = Endpoints(self.url, retries)
+        self._timeout_s = timeout
+
+    def _arguments(self, call: Call) -> dict[str, Any]:
+        """Return httpx's arguments for a call."""
+        # The time that the service waits on purpose is added.
+        timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + call.wait_s)
+        arguments = {"method": call.method, "url": call.path, "content": call.content}
+        return {**arguments, "timeout": timeout}
+
+    def _stream_arguments(self, path: str) -> dict[str, Any]:
+        """Return httpx's arguments for an event stream, which may be silent between its beats."""
+        timeout = httpx.Timeout(self._timeout_s, read=max(self._timeout_s, SILENCE_S))
+        return {"method": "GET", "url": path, "timeout": timeout}
 
 
 def request_headers(key: str | None) -> dict[str, str]:

@@ -92,7 +92,7 @@ class Endpoints(Sender):
     has the same effect as a single one.
     """
 
-    def place(self, request: PlacementRequest, wait: float | None) -> Exchange[Placement]:
+    def place(self, request: PlacementRequest, wait: float | None = None) -> Exchange[Placement]:
         """Request a placement until it is there; the service stops the solve if the client leaves.
 
         The service cannot distinguish a client that was stopped from a broken connection. After a
@@ -109,7 +109,9 @@ class Endpoints(Sender):
         reply = yield from self.send(_stopping(ask(), ask()))
         return (yield from self._await_answer(Placement, reply, deadline, follow))
 
-    def place_together(self, request: JointRequest, wait: float | None) -> Exchange[JointPlacement]:
+    def place_together(
+        self, request: JointRequest, wait: float | None = None
+    ) -> Exchange[JointPlacement]:
         """Request placements of several models until they are there; ``place`` explains the rest.
 
         The answer needs the models, so the request itself is repeated.
@@ -132,7 +134,7 @@ class Endpoints(Sender):
         )
 
     def place_many(
-        self, requests: Sequence[PlacementRequest], wait: float | None
+        self, requests: Sequence[PlacementRequest], wait: float | None = None
     ) -> Exchange[list[Placement | PlacerError]]:
         """Request placements in batches, and halve a batch that the service rejects.
 
@@ -219,17 +221,17 @@ class Endpoints(Sender):
         except PlacerError as error:
             return error
 
-    def placement(self, key: str, wait: float | None) -> Exchange[Placement]:
+    def placement(self, id: str, wait: float | None = None) -> Exchange[Placement]:
         """Request a placement that was requested before."""
-        return (yield from self._poll_placement(key, _Deadline(wait), accepted=False))
+        return (yield from self._poll_placement(id, _Deadline(wait), accepted=False))
 
-    def stop(self, key: str) -> Exchange[Placement]:
+    def stop(self, id: str) -> Exchange[Placement]:
         """End a solve with its best placement so far.
 
         After a lost answer the placement is looked up instead of stopped again: another client may
         have requested it in the meantime.
         """
-        call = Call("DELETE", placement_path(key), wait_s=MAX_POLL_S, repeatable=False)
+        call = Call("DELETE", placement_path(id), wait_s=MAX_POLL_S, repeatable=False)
         for attempt in range(self.retries + 1):
             try:
                 reply = yield from self.send(call)
@@ -237,7 +239,7 @@ class Endpoints(Sender):
                 if attempt == self.retries or isinstance(error.__cause__, NOTHING_SENT):
                     raise
                 reply = yield from self.send(
-                    Call("GET", f"{placement_path(key)}?wait=2", wait_s=2.0)
+                    Call("GET", f"{placement_path(id)}?wait=2", wait_s=2.0)
                 )
             if reply.status_code != 202:
                 break
@@ -245,41 +247,43 @@ class Endpoints(Sender):
 
     def evaluate(
         self,
-        where: Map | LayerMap | str,
-        request: PlacementRequest | None,
-        key: str | None,
-        format: FormatName | None,
-        best: bool,
+        layer_devices: Map | LayerMap | str,
+        request: PlacementRequest | None = None,
+        *,
+        id: str | None = None,
+        format: FormatName | None = None,
+        best: bool = False,
     ) -> Exchange[Evaluation]:
         """Evaluate a map."""
-        if (request is None) == (key is None):
+        if (request is None) == (id is None):
             raise InputError(
                 "give exactly one of request and id: the request that the map answers, or a"
                 " placement of it"
             )
         content: dict[str, Any]
-        if isinstance(where, str):
-            content = {"text": where}
-        elif isinstance(where, LayerMap):
-            content = where.model_dump(mode="json")
+        if isinstance(layer_devices, str):
+            content = {"text": layer_devices}
+        elif isinstance(layer_devices, LayerMap):
+            content = layer_devices.model_dump(mode="json")
         else:
-            content = {"layer_devices": _layer_map(where)}
+            content = {"layer_devices": _layer_map(layer_devices)}
         if format is not None:
             content["format"] = format
         if request is not None:
             content["request"] = request_fields(request)
-        parameters = [f"id={_quoted(key)}"] if key is not None else []
+        parameters = [f"id={_quoted(id)}"] if id is not None else []
         parameters += ["best=true"] if best else []
         query = f"?{'&'.join(parameters)}" if parameters else ""
         return (yield from self._post(Evaluation, f"/v1/placements:evaluate{query}", content))
 
     def compare(
         self,
-        maps: Mapping[str, Map | LayerMap],
-        ids: Sequence[str],
-        request: PlacementRequest | None,
+        maps: Mapping[str, Map | LayerMap] | None = None,
+        ids: Sequence[str] = (),
+        request: PlacementRequest | None = None,
     ) -> Exchange[Comparison]:
         """Compare maps."""
+        maps = maps or {}
         if not isinstance(maps, Mapping):
             given = type(maps).__name__
             raise InputError(f"maps is a {given}; give maps by name, and placements as ids=[...]")
@@ -304,11 +308,12 @@ class Endpoints(Sender):
 
     def page(
         self,
-        query: str,
-        status: Status | None,
-        objective: Objective | None,
-        limit: int,
-        cursor: str | None,
+        query: str = "",
+        *,
+        status: Status | None = None,
+        objective: Objective | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
     ) -> Exchange[PlacementPage]:
         """Request a page of past placements."""
         filters = {
@@ -321,37 +326,44 @@ class Endpoints(Sender):
         given = {name: value for name, value in filters.items() if value not in (None, "")}
         return (yield from self._get(PlacementPage, f"/v1/placements?{urlencode(given)}"))
 
-    def request(self, key: str) -> Exchange[PlacementRequest]:
+    def request(self, id: str) -> Exchange[PlacementRequest]:
         """Request the question of a placement."""
-        return (yield from self._get(PlacementRequest, f"{placement_path(key)}/request"))
+        return (yield from self._get(PlacementRequest, f"{placement_path(id)}/request"))
 
-    def timeline(self, key: str) -> Exchange[Timeline]:
+    def timeline(self, id: str) -> Exchange[Timeline]:
         """Request the timeline of a placement."""
-        return (yield from self._get(Timeline, f"{placement_path(key)}/timeline"))
+        return (yield from self._get(Timeline, f"{placement_path(id)}/timeline"))
 
-    def text(self, key: str, what: str) -> Exchange[str]:
-        """Request a presentation of a placement: ``trace`` or ``report``."""
-        reply = yield from self.send(Call("GET", f"{placement_path(key)}/{what}"))
-        return str(reply.text)
+    def trace(self, id: str) -> Exchange[str]:
+        """Request the timeline of a placement as a trace."""
+        return (yield from self.send(Call("GET", f"{placement_path(id)}/trace"))).text
 
-    def export(self, key: str, format: FormatName) -> Exchange[Export]:
+    def report(self, id: str) -> Exchange[str]:
+        """Request the report of a placement."""
+        return (yield from self.send(Call("GET", f"{placement_path(id)}/report"))).text
+
+    def export(self, id: str, format: FormatName) -> Exchange[Export]:
         """Request a placement in the format of another engine."""
-        where = f"{placement_path(key)}/export?{urlencode({'format': format})}"
+        where = f"{placement_path(id)}/export?{urlencode({'format': format})}"
         return (yield from self._get(Export, where))
 
-    def stored_profile(self, key: str) -> Exchange[Profile]:
+    def stored_profile(self, id: str) -> Exchange[Profile]:
         """Request a profile that the service has."""
-        return (yield from self._get(Profile, f"/v1/profiles/{_quoted(key)}"))
+        return (yield from self._get(Profile, f"/v1/profiles/{_quoted(id)}"))
 
     def cluster(
-        self, nodes: Sequence[str], network_bytes_per_s: float | None, latency_s: float
+        self,
+        nodes: Sequence[str] = (),
+        *,
+        network_bytes_per_s: float | None = None,
+        network_latency_s: float = 0.0,
     ) -> Exchange[Cluster]:
         """Request the service's devices, which it measures once, or the devices of nodes."""
         if isinstance(nodes, str):
             raise InputError(f"nodes is {nodes!r}; give a list of names, [{nodes!r}]")
         network = {
             "network_bytes_per_s": network_bytes_per_s,
-            "network_latency_s": latency_s or None,
+            "network_latency_s": network_latency_s or None,
         }
         parameters = [("node", _node_name(node)) for node in nodes]
         parameters += [(name, f"{value}") for name, value in network.items() if value is not None]
@@ -386,7 +398,7 @@ class Endpoints(Sender):
         """Delete a node; a repeated call would fail because the node is gone."""
         yield from self.send(Call("DELETE", _node_path(name), repeatable=False))
 
-    def profile(self, request: ProfileRequest, wait: float | None) -> Exchange[Profile]:
+    def profile(self, request: ProfileRequest, wait: float | None = None) -> Exchange[Profile]:
         """Measure a graph, and request its profile until it is there."""
         if not isinstance(request, ProfileRequest):
             raise InputError(
