@@ -10,16 +10,6 @@ import httpx
 
 from placer.errors import InputError, PlacerError, ServerError, TimeoutExceeded, UnreachableError
 
-__all__ = [
-    "InputError",
-    "PlacerError",
-    "ServerError",
-    "TimeoutExceeded",
-    "UnreachableError",
-    "from_reply",
-    "from_transport",
-]
-
 # Statuses that blame the request; a repetition would fail in the same way.
 FAULTS_OF_THE_REQUEST = frozenset({400, 413, 415, 422})
 

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from placer.errors import (
-    InfeasibleError,
-    InputError,
-    MissingExtraError,
-    SolveLimitError,
-    kind_of,
-)
+from placer.errors import InfeasibleError, InputError, MissingExtraError, SolveLimitError, kind_of
 from placer.exports.formats import format_named
 from placer.schema import (
     BatchOptions,
@@ -46,8 +40,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from placer.devices import DeviceLike
-
-__all__ = ["suggest"]
 
 
 def suggest(
@@ -166,17 +158,8 @@ def question(
 ) -> PlacementRequest:
     """Return the request that answers ``suggest``; measure the model unless it is a profile.
 
-    Args:
-        model: as for ``suggest``.
-        example_inputs: as for ``suggest``.
-        asked: the options, including the direct parameters of ``suggest``.
-        devices: as for ``suggest``.
-        memory_bytes: as for ``suggest``.
-        server: the URL of the service, or None.
-        progress: show progress on a terminal.
-
-    Raises:
-        InputError: as for ``suggest``.
+    ``asked`` includes the direct parameters of ``suggest``. The other arguments and the errors are
+    as for ``suggest``.
     """
     if server:
         url_of(server)  # Refuse a wrong URL now, not after minutes of measuring.
@@ -265,10 +248,6 @@ def answer(request: PlacementRequest, server: str | None) -> Placement:
 def or_error(placement: Placement, time_limit_s: float) -> Placement:
     """Return a placement, or raise the error that explains why it has no layers.
 
-    Args:
-        placement: the answer.
-        time_limit_s: of the request.
-
     Raises:
         InfeasibleError: no placement meets the requirements.
         SolveLimitError: no placement was found in time.
@@ -340,10 +319,9 @@ def _generation(
     text = asked.generation
     assert text is not None  # as validated
     prompt = prompt_inputs(model, example_inputs, text)
-    how = {name: getattr(asked, name) for name in ProfileOptions.model_fields}
     if "granularity" not in asked.model_fields_set:
         # the cache of a block belongs to the block as a whole
-        how["granularity"] = "blocks"
+        asked = asked.model_copy(update={"granularity": "blocks"})
     first, token = profile_generation(
         model,
         prompt,
@@ -353,7 +331,7 @@ def _generation(
         devices,
         memory_bytes=memory_bytes,
         progress=progress,
-        options=ProfileOptions(**how),
+        options=_measuring(asked),
         experts=experts_per_token(model),
     )
     return _request(_keeping_whole(asked, model, [first]), [first], token)
@@ -403,39 +381,6 @@ def _refuse_measuring(asked: SuggestOptions) -> None:
             )
 
 
-def blank_profiles(
-    training: bool,
-    layers: Iterable[str] = (),
-    devices: Iterable[str] = (),
-    sizes: Iterable[int] = (1,),
-) -> list[Profile]:
-    """Return stand-ins for the profiles that will be measured, to check a request beforehand.
-
-    The layers are unknown before measuring. The stand-ins have the layers that the request names,
-    and as many others as there are devices, so that every device can have one.
-
-    Args:
-        training: whether a training step will be measured.
-        layers: the layers that pins and other constraints name.
-        devices: the devices that will be measured; one of any name if empty.
-        sizes: samples in each micro-batch that will be measured.
-    """
-    names = list(dict.fromkeys(devices)) or ["device"]
-    measured = dict.fromkeys([*layers, *(f"layer {number}" for number, _ in enumerate(names))])
-    cluster = Cluster(
-        devices=tuple(Device(name=name, type="any", memory_bytes=1) for name in names),
-        links=tuple(
-            Link(source=names[0], target=name, bandwidth_bytes_per_s=1.0) for name in names[1:]
-        ),
-    )
-    rows = tuple(
-        Layer(name=name, forward_ms={"any": 1.0}, backward_ms={"any": 1.0}) for name in measured
-    )
-    return [
-        Profile(layers=rows, cluster=cluster, training=training, batch_size=size) for size in sizes
-    ]
-
-
 def _sizes(model: nn.Module, example_inputs: Any, asked: SuggestOptions) -> list[int]:
     """Return the sizes of the micro-batches that will be measured."""
     from placer.capture.batch_dims.batch_layout import Parameters
@@ -461,10 +406,12 @@ def _verify(model: nn.Module, example_inputs: Any, asked: SuggestOptions) -> Non
 
 
 def _expected(sizes: list[int], asked: SuggestOptions, devices: list[str] | None) -> list[Profile]:
-    """Return stand-ins for the profiles that will be measured.
+    """Return stand-ins for the profiles that will be measured, to check a request beforehand.
 
-    If the server chooses the devices, they are unknown here (None). The stand-ins then have the
-    devices that the constraints name, and as many as they need.
+    The layers are unknown before measuring. The stand-ins have the layers that the constraints
+    name, and as many others as there are devices, so that every device can have one. If the server
+    chooses the devices, they are unknown here (None). The stand-ins then have the devices that the
+    constraints name, and as many as they need.
     """
     rules = asked.constraints
     layers = [*rules.pinned, *rules.forbidden, *chain(*rules.colocated)]
@@ -472,7 +419,22 @@ def _expected(sizes: list[int], asked: SuggestOptions, devices: list[str] | None
         named = () if isinstance(rules.recompute, str) else rules.recompute
         devices = [*rules.pinned.values(), *chain(*rules.forbidden.values()), *named]
         devices += [f"device {number}" for number in range(rules.min_devices or 1)]
-    return blank_profiles(asked.training is not False, layers, devices, sizes)
+    names = list(dict.fromkeys(devices)) or ["device"]
+    layers += [f"layer {number}" for number, _ in enumerate(names)]
+    cluster = Cluster(
+        devices=tuple(Device(name=name, type="any", memory_bytes=1) for name in names),
+        links=tuple(
+            Link(source=names[0], target=name, bandwidth_bytes_per_s=1.0) for name in names[1:]
+        ),
+    )
+    rows = tuple(
+        Layer(name=name, forward_ms={"any": 1.0}, backward_ms={"any": 1.0})
+        for name in dict.fromkeys(layers)
+    )
+    training = asked.training is not False
+    return [
+        Profile(layers=rows, cluster=cluster, training=training, batch_size=size) for size in sizes
+    ]
 
 
 def _inputs(model: nn.Module, example_inputs: Any) -> Any:
@@ -517,7 +479,6 @@ def _measure(
     """Return the model's profile, or one for each micro-batch size, the largest last."""
     from placer.profiler.profile import profile
 
-    how = {name: getattr(asked, name) for name in ProfileOptions.model_fields}
     measured: Profile | list[Profile] = profile(
         model,
         example_inputs,
@@ -526,9 +487,14 @@ def _measure(
         memory_bytes=memory_bytes,
         batch_sizes=asked.batch_sizes,
         progress=progress,
-        options=ProfileOptions(**how),
+        options=_measuring(asked),
     )
     return [measured] if isinstance(measured, Profile) else measured
+
+
+def _measuring(asked: SuggestOptions) -> ProfileOptions:
+    """Return the options that say how to measure."""
+    return ProfileOptions(**{name: getattr(asked, name) for name in ProfileOptions.model_fields})
 
 
 def _checked(model: Any) -> nn.Module:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from placer.devices import DeviceLike
 
-__all__ = ["ModelUse", "suggest_together"]
 
 _SOLVING = frozenset(JointOptions.model_fields)
 """The options of ``suggest`` that say how several models are placed."""
