@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -37,67 +38,42 @@ class Metrics:
     """Counters, gauges and histograms of the service."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "placer_requests",
-            "HTTP requests answered",
-            ["method", "route", "status"],
-            registry=registry,
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter(
+            "placer_requests", "HTTP requests answered", ["method", "route", "status"]
         )
-        self.request_seconds = Histogram(
+        self.request_seconds = histogram(
             "placer_request_seconds",
             "Time to answer a request, in seconds",
             ["route"],
             buckets=_REQUEST_BUCKETS,
-            registry=registry,
         )
-        self.solves = Counter(
-            "placer_solves", "Solves that ended, by outcome", ["status"], registry=registry
-        )
-        self.solve_seconds = Histogram(
+        self.solves = counter("placer_solves", "Solves that ended, by outcome", ["status"])
+        self.solve_seconds = histogram(
             "placer_solve_seconds",
             "Time from a solve's start to its end, in seconds",
             buckets=_SOLVE_BUCKETS,
-            registry=registry,
         )
-        self.solve_gap = Histogram(
-            "placer_solve_gap",
-            "Relative gap of placements, from 0 to 1",
-            buckets=_GAP_BUCKETS,
-            registry=registry,
+        self.solve_gap = histogram(
+            "placer_solve_gap", "Relative gap of placements, from 0 to 1", buckets=_GAP_BUCKETS
         )
-        self.cache_hits = Counter(
-            "placer_cache_hits", "Requests answered from the store", registry=registry
-        )
-        self.rejections = Counter(
-            "placer_rejections", "Requests rejected because a queue was full", registry=registry
-        )
-        self.running = Gauge("placer_solves_running", "Solves that are running", registry=registry)
-        self.queued = Gauge(
-            "placer_solves_queued", "Solves that wait for a worker", registry=registry
-        )
-        self.profiles = Counter(
-            "placer_profiles",
-            "Graphs that were measured, by outcome",
-            ["status"],
-            registry=registry,
+        self.cache_hits = counter("placer_cache_hits", "Requests answered from the store")
+        self.rejections = counter("placer_rejections", "Requests rejected because a queue was full")
+        self.running = gauge("placer_solves_running", "Solves that are running")
+        self.queued = gauge("placer_solves_queued", "Solves that wait for a worker")
+        self.profiles = counter(
+            "placer_profiles", "Graphs that were measured, by outcome", ["status"]
         )
         gpu = ["uuid", "name"]
-        self.gpu_memory_used = Gauge(
-            "placer_gpu_memory_used_bytes", "Memory in use, in bytes", gpu, registry=registry
+        self.gpu_memory_used = gauge("placer_gpu_memory_used_bytes", "Memory in use, in bytes", gpu)
+        self.gpu_memory_total = gauge("placer_gpu_memory_bytes", "Memory of the GPU, in bytes", gpu)
+        self.gpu_busy = gauge(
+            "placer_gpu_busy", "Share of time in which a kernel ran, from 0 to 1", gpu
         )
-        self.gpu_memory_total = Gauge(
-            "placer_gpu_memory_bytes", "Memory of the GPU, in bytes", gpu, registry=registry
-        )
-        self.gpu_busy = Gauge(
-            "placer_gpu_busy",
-            "Share of time in which a kernel ran, from 0 to 1",
-            gpu,
-            registry=registry,
-        )
-        self.gpu_celsius = Gauge(
-            "placer_gpu_celsius", "Temperature in degrees Celsius", gpu, registry=registry
-        )
+        self.gpu_celsius = gauge("placer_gpu_celsius", "Temperature in degrees Celsius", gpu)
 
     def count_unread(self, status: int) -> None:
         """Count a rejected request whose head was not read completely, so its method is unknown."""
@@ -144,17 +120,9 @@ class RequestMetrics:
             self._metrics.requests.labels(method, route, str(status)).inc()
             self._metrics.request_seconds.labels(route).observe(seconds)
             if route not in QUIET and log.isEnabledFor(logging.INFO):
-                shown = _quoted_path(scope) if route == UNKNOWN else route
-                about = {
-                    "method": method,
-                    "route": shown,
-                    "status": status,
-                    "ms": round(1e3 * seconds, 1),
-                }
+                # A quoted path cannot forge a line of the log.
+                shown = quote(scope["path"][:LONGEST_PATH]) if route == UNKNOWN else route
+                about = {"method": method, "route": shown, "status": status}
+                about["ms"] = round(1e3 * seconds, 1)
                 client = scope.get("placer.client", "")
                 log.info("%s %s %d %.1f ms", *about.values(), extra={**about, "client": client})
-
-
-def _quoted_path(scope: Scope) -> str:
-    """Return the path, quoted so that it cannot forge a line of the log."""
-    return quote(scope["path"][:LONGEST_PATH])

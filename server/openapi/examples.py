@@ -8,6 +8,13 @@ from typing import Any
 
 GIB = 2**30
 
+Examples = dict[str, dict[str, Any]]
+"""A summary and a value by the name of an example."""
+
+
+def _example(name: str, summary: str, value: Any) -> Examples:
+    return {name: {"summary": summary, "value": value}}
+
 
 def _layer(name: str, forward_ms: float, param_gib: float) -> dict[str, Any]:
     size = int(param_gib * GIB)
@@ -89,34 +96,37 @@ def _generation() -> dict[str, Any]:
     }
 
 
-def requests() -> dict[str, dict[str, Any]]:
+def requests() -> Examples:
     """Return the examples of ``POST /v1/placements`` by name, each with a summary and a value."""
+    latency = _request(
+        16,
+        objective="latency",
+        training=False,
+        constraints={"pinned": {"head": "cuda:1"}, "contiguous": True},
+    )
     return {
-        "throughput": {
-            "summary": "Training: four layers on two devices with the smallest bottleneck",
-            "value": _request(16, chunks=4),
-        },
-        "latency": {
-            "summary": "Inference: smallest latency of one sample, with a pinned layer",
-            "value": _request(
-                16,
-                objective="latency",
-                training=False,
-                constraints={"pinned": {"head": "cuda:1"}, "contiguous": True},
-            ),
-        },
-        "generation": {
-            "summary": "Inference: texts of 64 tokens after prompts of 512, four at the same time",
-            "value": _generation(),
-        },
-        "infeasible": {
-            "summary": "Too large for the devices: a placement with status infeasible",
-            "value": _request(2),
-        },
+        **_example(
+            "throughput",
+            "Training: four layers on two devices with the smallest bottleneck",
+            _request(16, chunks=4),
+        ),
+        **_example(
+            "latency", "Inference: smallest latency of one sample, with a pinned layer", latency
+        ),
+        **_example(
+            "generation",
+            "Inference: texts of 64 tokens after prompts of 512, four at the same time",
+            _generation(),
+        ),
+        **_example(
+            "infeasible",
+            "Too large for the devices: a placement with status infeasible",
+            _request(2),
+        ),
     }
 
 
-def joint_requests() -> dict[str, dict[str, Any]]:
+def joint_requests() -> Examples:
     """Return the examples of ``:together``."""
     names = ["conv_in", "mid", "conv_out"]
     encoder = {
@@ -133,59 +143,46 @@ def joint_requests() -> dict[str, dict[str, Any]]:
         "edges": [_edge(source, target) for source, target in pairwise(names)],
         "cluster": _cluster(16),
     }
-    return {
-        "pipeline": {
-            "summary": "A text encoder that runs once, then a UNet that runs fifty times",
-            "value": {
-                "schema_version": "3",
-                "models": {"encoder": {"profile": encoder}, "unet": {"profile": unet, "runs": 50}},
-                "time_limit_s": 10,
-            },
-        }
+    value = {
+        "schema_version": "3",
+        "models": {"encoder": {"profile": encoder}, "unet": {"profile": unet, "runs": 50}},
+        "time_limit_s": 10,
     }
+    summary = "A text encoder that runs once, then a UNet that runs fifty times"
+    return _example("pipeline", summary, value)
 
 
-def evaluations() -> dict[str, dict[str, Any]]:
+def evaluations() -> Examples:
     """Return the examples of ``:evaluate``."""
+    request = _request(16, chunks=4)
+    own = {"request": request, "layer_devices": own_map()}
+    text = {"request": request, "format": "vllm", "text": "1,1"}
     return {
-        "own map": {
-            "summary": "Three layers on the first device",
-            "value": {"request": _request(16, chunks=4), "layer_devices": own_map()},
-        },
-        "text of vLLM": {
-            "summary": "One block on the first device, as VLLM_PP_LAYER_PARTITION says it",
-            "value": {"request": _request(16, chunks=4), "format": "vllm", "text": "1,1"},
-        },
+        **_example("own map", "Three layers on the first device", own),
+        **_example(
+            "text of vLLM",
+            "One block on the first device, as VLLM_PP_LAYER_PARTITION says it",
+            text,
+        ),
     }
 
 
-def comparisons() -> dict[str, dict[str, Any]]:
+def comparisons() -> Examples:
     """Return the examples of ``:compare``."""
     even = {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:1", "head": "cuda:1"}
-    return {
-        "two maps": {
-            "summary": "An even map and an uneven map",
-            "value": {
-                "request": _request(16, chunks=4),
-                "maps": {"even": even, "uneven": own_map()},
-            },
-        }
-    }
+    value = {"request": _request(16, chunks=4), "maps": {"even": even, "uneven": own_map()}}
+    return _example("two maps", "An even map and an uneven map", value)
 
 
-def batches() -> dict[str, dict[str, Any]]:
+def batches() -> Examples:
     """Return the examples of ``:batch``."""
     objectives = [
         {"objective": "throughput"},
         {"objective": "latency"},
         {"objective": "throughput", "chunks": 8},
     ]
-    return {
-        "three questions": {
-            "summary": "Three questions about one profile on one cluster",
-            "value": {"shared": _request(16), "requests": objectives},
-        }
-    }
+    value = {"shared": _request(16), "requests": objectives}
+    return _example("three questions", "Three questions about one profile on one cluster", value)
 
 
 def _graph() -> dict[str, Any]:
@@ -222,34 +219,22 @@ def _graph() -> dict[str, Any]:
     }
 
 
-def graphs() -> dict[str, dict[str, Any]]:
+def graphs() -> Examples:
     """Return the examples of ``POST /v1/profiles``."""
-    return {
-        "one layer": {
-            "summary": "A linear layer of 16 features, measured on one device",
-            "value": {"schema_version": "3", "graph": _graph(), "devices": 1, "repeats": 2},
-        }
-    }
+    value = {"schema_version": "3", "graph": _graph(), "devices": 1, "repeats": 2}
+    return _example("one layer", "A linear layer of 16 features, measured on one device", value)
 
 
-def estimates() -> dict[str, dict[str, Any]]:
+def estimates() -> Examples:
     """Return the examples of ``POST /v1/estimates``."""
-    return {
-        "two cards": {
-            "summary": "Training of a linear layer of 16 features on two cards of 24 GiB",
-            "value": {"schema_version": "3", "graph": _graph(), "devices": "2x24GiB"},
-        }
-    }
+    value = {"schema_version": "3", "graph": _graph(), "devices": "2x24GiB"}
+    summary = "Training of a linear layer of 16 features on two cards of 24 GiB"
+    return _example("two cards", summary, value)
 
 
-def clusters() -> dict[str, dict[str, Any]]:
+def clusters() -> Examples:
     """Return the examples of ``PUT /v1/nodes/{name}``."""
-    return {
-        "two devices": {
-            "summary": "A node with two linked devices",
-            "value": _cluster(16),
-        }
-    }
+    return _example("two devices", "A node with two linked devices", _cluster(16))
 
 
 def own_map() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Least-recently-used cache with a size limit in bytes."""
+"""Least-recently-used cache with a size limit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[V]):
-    """Least-recently-used cache. Any thread may use it."""
+    """Least-recently-used cache of values with sizes. Any thread may use it."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._bytes = 0
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
         self._values: OrderedDict[str, tuple[V, int]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -27,11 +27,11 @@ class LruCache(Generic[V]):
             self._values.move_to_end(key)
             return found[0]
 
-    def put(self, key: str, value: V, size: int) -> None:
-        """Store a value of ``size`` bytes, and drop those used longest ago."""
+    def put(self, key: str, value: V, size: int = 1) -> None:
+        """Store a value, and drop those used longest ago until the sizes keep within the limit."""
         with self._lock:
-            self._bytes += size - self._values.pop(key, (None, 0))[1]
+            self._size += size - self._values.pop(key, (None, 0))[1]
             self._values[key] = (value, size)
-            while self._bytes > self._limit_bytes:
+            while self._size > self._limit:
                 _, (_, dropped) = self._values.popitem(last=False)
-                self._bytes -= dropped
+                self._size -= dropped

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import sqlalchemy as sa
@@ -47,14 +47,7 @@ class JobProgress:
     bound: float | None
 
 
-PROGRESS_COLUMNS = (
-    jobs.c.id,
-    jobs.c.objective,
-    jobs.c.time_limit_s,
-    jobs.c.running,
-    jobs.c.incumbent,
-    jobs.c.bound,
-)
+PROGRESS_COLUMNS = tuple(jobs.c[field.name] for field in fields(JobProgress))
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,7 +30,6 @@ from placer.schema.versions import stored_json
 
 from .database import StoreError, open_database
 from .lru_cache import LruCache
-from .ranking import is_worse
 from .tables import failures, graphs, jobs, measured, nodes, placements, profiles, replicas
 
 T = TypeVar("T")
@@ -98,14 +98,7 @@ class Accepted:
     starts: int = 0
 
 
-JOB = (
-    jobs.c.id,
-    jobs.c.client,
-    jobs.c.objective,
-    jobs.c.time_limit_s,
-    jobs.c.request,
-    jobs.c.starts,
-)
+JOB = tuple(jobs.c[field.name] for field in fields(Accepted))
 
 _INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _KEY: sa.BindParameter[str] = sa.bindparam("key")
@@ -223,7 +216,7 @@ class Store:
     ) -> Answer:
         before = connection.execute(_BEFORE, {"key": key}).one_or_none()
         # Another replica or an earlier attempt may have stored a better answer.
-        if before is not None and is_worse(answer.version, summary, before):
+        if before is not None and _is_worse(answer.version, summary, before):
             placement = stored_json(before.placement, Placement)
             kept = Answer(placement, before.complete or answer.complete, before.version)
             connection.execute(
@@ -250,17 +243,10 @@ class Store:
             new = self._insert(profiles).on_conflict_do_nothing(index_elements=["id"])
             connection.execute(new, {"id": question.profile_id, "profile": question.profile})
             values = {"profile_id": question.profile_id, "question": question.question}
-        values |= {
-            "id": key,
-            "version": answer.version,
-            "complete": answer.complete,
-            "created_s": time.time(),
-        }
+        values |= {"id": key, "created_s": time.time(), "summary": summary, **vars(answer)}
         # Insert instead of update, so that the row number gives the order of writing.
         connection.execute(sa.delete(placements).where(placements.c.id == key))
-        connection.execute(
-            sa.insert(placements), {**values, "summary": summary, "placement": answer.placement}
-        )
+        connection.execute(sa.insert(placements), values)
         self._prune(connection)
 
     def _prune(self, connection: sa.Connection) -> None:
@@ -277,14 +263,7 @@ class Store:
         Returns:
             Whether this replica must answer it; False if another one accepted it before.
         """
-        row = {
-            "id": job.id,
-            "client": job.client,
-            "objective": job.objective,
-            "time_limit_s": job.time_limit_s,
-            "request": job.request,
-            "owner": self._owner,
-        }
+        row = {**vars(job), "owner": self._owner}
         if self.database.write_one(
             lambda connection: connection.execute(self._accept, row).rowcount == 1
         ):
@@ -486,6 +465,22 @@ class Store:
         return self.database.read(
             lambda connection: connection.execute(query, {"key": key}).one_or_none()
         )
+
+
+def _is_worse(version: str, summary: dict[str, Any], before: sa.Row[Any]) -> bool:
+    """Return whether an answer is worse than the stored one.
+
+    Values of two versions of Placer are not comparable.
+    """
+    mine, other = _rank(summary), _rank(before.summary)
+    return mine < other and (version == before.version or mine == _rank({}))
+
+
+def _rank(summary: dict[str, Any]) -> tuple[bool, float]:
+    """Return a sort key: proven answers first, then the smallest value; no placement is last."""
+    value = summary.get("objective_value")
+    proven = summary.get("status") in ("optimal", "infeasible")
+    return proven, -math.inf if value is None else -value
 
 
 def _insert_failure(connection: sa.Connection, key: str, status: int, problem: bytes) -> None:
