@@ -20,8 +20,7 @@ with extra("server"):
     from .api.error_handlers import handle_errors
     from .api.routes import ROUTERS
     from .api.service import Service
-    from .jobs.estimates import Estimates
-    from .jobs.evaluations import Evaluations
+    from .jobs.evaluations import Estimates, Evaluations
     from .jobs.measurements import Measurements
     from .jobs.peers import Peers
     from .jobs.solves import Solves

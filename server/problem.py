@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from placer.schema import PlacementRequest
+from placer.schema.base import read_json
 from placer.schema.faults import MAX_TEXT, FieldFault, field_faults
 from placer.schema.faults import clip as clip
 from placer.schema.faults import nearest as nearest
 from placer.schema.faults import wanted as wanted
+
+M = TypeVar("M", bound=BaseModel)
 
 MAX_BYTES = 4096
 MAX_FAULTS = 5
@@ -34,6 +37,9 @@ class Problem(Exception):
         detail: What is wrong with this request, and what to do.
         faults: Invalid places in the body: ``{"pointer": "#/profile", "detail": "..."}``.
         headers: Response headers, such as ``Retry-After`` or ``Allow``.
+
+    Args:
+        retry_s: Seconds after which the client may ask again, for ``Retry-After``.
     """
 
     def __init__(
@@ -44,14 +50,12 @@ class Problem(Exception):
         detail: str,
         faults: Sequence[Mapping[str, str]] = (),
         headers: Mapping[str, str] | None = None,
+        retry_s: int | None = None,
     ) -> None:
-        super().__init__(status, name, title, detail, list(faults), dict(headers or {}))
-        self.status = status
-        self.name = name
-        self.title = title
-        self.detail = detail
-        self.faults = faults
-        self.headers = dict(headers or {})
+        sent = {**(headers or {}), **({} if retry_s is None else {"Retry-After": str(retry_s)})}
+        super().__init__(status, name, title, detail, list(faults), sent)
+        self.status, self.name, self.title, self.detail = status, name, title, detail
+        self.faults, self.headers = faults, sent
 
     # Workers and the validation process return problems, so they must be picklable.
     def __reduce__(self) -> tuple[type[Problem], tuple[Any, ...]]:
@@ -95,6 +99,27 @@ def defect() -> Problem:
     return Problem(500, "defect", "The service failed", detail)
 
 
+def no_such(kind: str, detail: str) -> Problem:
+    """Return the problem of a ``kind`` of object that does not exist."""
+    return Problem(404, f"no-such-{kind}", f"There is no such {kind}", detail)
+
+
+def invalid_parameter(detail: str, faults: Sequence[Mapping[str, str]] = ()) -> Problem:
+    """Return the problem of a query parameter that cannot be used."""
+    return Problem(422, "invalid-parameter", "A parameter cannot be used", detail, faults)
+
+
+def store_away(detail: str) -> Problem:
+    """Return the problem of a store that cannot be used at the moment."""
+    return Problem(503, "store-away", "The store cannot be used", detail, retry_s=2)
+
+
+def queue_full(reason: str, seconds: int) -> Problem:
+    """Return the problem for a full queue, with the seconds until there may be room."""
+    detail = f"{reason}; try again in {seconds} s"
+    return Problem(429, "queue-full", "The queue is full", detail, retry_s=seconds)
+
+
 _OTHER_BODIES = {
     "layers": 'the body is a profile, but a request has the profile as a field: {"profile": ...},'
     " and optional further fields",
@@ -102,6 +127,23 @@ _OTHER_BODIES = {
     ' {"profile": ...}, or judge the map of layers by POST /v1/placements:evaluate',
 }
 """Hints for a body without a profile, by the field that shows what the body is instead."""
+
+
+def read_body(kind: type[M], body: bytes, *, strict: bool = True) -> M:
+    """Return the object in a body.
+
+    Args:
+        kind: Type of the object.
+        body: The JSON.
+        strict: Whether to reject ``"1"`` as a number.
+
+    Raises:
+        Problem: The body is not a ``kind``; the problem names the fault.
+    """
+    try:
+        return read_json(kind, body, strict=strict)
+    except ValidationError as error:
+        raise invalid_body(error, kind) from None
 
 
 def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementRequest) -> Problem:
@@ -113,13 +155,8 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
         )
     only = error.errors(include_url=False, include_context=False)[0] if count == 1 else None
     if only is not None and only["type"] == "json_invalid":
-        detail = only["msg"].removeprefix("Invalid JSON: ")
-        return Problem(
-            400,
-            "malformed-json",
-            "The body is not JSON",
-            f"the body cannot be read as JSON: {detail}",
-        )
+        detail = f"the body cannot be read as JSON: {only['msg'].removeprefix('Invalid JSON: ')}"
+        return Problem(400, "malformed-json", "The body is not JSON", detail)
     if model is PlacementRequest and (other := _other_body(error)):
         return invalid_request(other, [{"pointer": "#/profile", "detail": "is missing"}])
     found, more = field_faults(error, model, MAX_FAULTS)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .problem import Problem
+from .problem import queue_full
 
 
 class Quota:
@@ -37,11 +37,13 @@ class Quota:
         """
         total, own = self._held.total(), self._held[client]
         if total >= self._places:
-            self._refuse(f"{total} {self._noun} are active, which is the limit of this service")
+            reason = f"{total} {self._noun} are active, which is the limit of this service"
+            raise queue_full(reason, self._retry_s)
         if own >= self._each:
-            self._refuse(
+            reason = (
                 f"{own} {self._noun} of this client are active, which is the limit for one client"
             )
+            raise queue_full(reason, self._retry_s)
         self._held[client] += 1
 
     def give_back(self, client: str) -> None:
@@ -58,12 +60,3 @@ class Quota:
             yield
         finally:
             self.give_back(client)
-
-    def _refuse(self, reason: str) -> None:
-        raise Problem(
-            429,
-            "queue-full",
-            "The queue is full",
-            f"{reason}; try again in {self._retry_s} s",
-            headers={"Retry-After": str(self._retry_s)},
-        )

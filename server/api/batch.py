@@ -11,9 +11,10 @@ from fastapi import APIRouter, Request, Response
 from placer.schema import BatchAnswers
 
 from ..jobs.job import SolveJob
-from ..problem import Problem
+from ..problem import Problem, store_away
 from ..store.database import StoreError
 from ..web.replies import json_reply
+from ..web.validation import split
 from .placements import answer_or_job, job_progress, not_persisted
 from .service import Service, Serving, Wait, client_name
 
@@ -29,7 +30,7 @@ async def post_batch(request: Request, service: Serving, wait: Wait = None) -> R
     others. The response waits for all of them together.
     """
     async with service.body_reader.body(request) as body:
-        bodies = await service.validator.split(body)
+        bodies = await service.validator.run(split, body)
         del body
         client = client_name(request)
         submitted = [await _submit(service, one, client) for one in bodies]
@@ -53,10 +54,7 @@ async def _submit(
     except Problem as problem:
         return problem
     except StoreError:
-        detail = "the store cannot be used at the moment; try again later"
-        return Problem(
-            503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}
-        )
+        return store_away("the store cannot be used at the moment; try again later")
     if isinstance(found, bytes):
         return question.id, found
     found.wanted = True

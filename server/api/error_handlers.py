@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from ..problem import Problem, clip, defect, wanted
+from ..problem import Problem, clip, defect, invalid_parameter, no_such, store_away, wanted
 from ..store.database import StoreError
 from ..web.head_requests import supports_head
 from .routes import ROUTERS
@@ -38,12 +38,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = clip(request.url.path, 200)
     if error.status_code == 404:
-        problem = Problem(
-            404,
-            "no-such-path",
-            "There is no such path",
-            f"there is nothing at {path}; see /openapi.json",
-        )
+        problem = no_such("path", f"there is nothing at {path}; see /openapi.json")
     elif error.status_code == 405:
         allowed = ", ".join(_methods(request))
         detail = f"{clip(request.method, 40)} is not allowed on {path}; use {allowed}"
@@ -51,13 +46,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
             405, "method", "The method is not allowed", detail, headers={"Allow": allowed}
         )
     else:
-        problem = Problem(
-            error.status_code,
-            "http",
-            "The request failed",
-            str(error.detail),
-            headers=error.headers,
-        )
+        status, detail = error.status_code, str(error.detail)
+        problem = Problem(status, "http", "The request failed", detail, headers=error.headers)
     return problem.response()
 
 
@@ -88,18 +78,12 @@ async def _on_parameters(request: Request, error: Exception) -> Response:
     detail = "; ".join(
         f"{fault['pointer'].removeprefix('query ')}: {fault['detail']}" for fault in faults
     )
-    return Problem(
-        422, "invalid-parameter", "A parameter cannot be used", detail, faults
-    ).response()
+    return invalid_parameter(detail, faults).response()
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Problem(
-        400,
-        "disconnected",
-        "The body is incomplete",
-        "the client disconnected before the body was complete",
-    ).response()
+    detail = "the client disconnected before the body was complete"
+    return Problem(400, "disconnected", "The body is incomplete", detail).response()
 
 
 async def _on_store(request: Request, error: Exception) -> Response:
@@ -107,9 +91,7 @@ async def _on_store(request: Request, error: Exception) -> Response:
     detail = (
         "the store cannot be used at the moment; accepted requests are kept, so try again later"
     )
-    return Problem(
-        503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}
-    ).response()
+    return store_away(detail).response()
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from ..judge.evaluation import (
     compare_task,
     evaluate_task,
 )
-from ..problem import Problem
+from ..problem import no_such
 from ..web.replies import json_reply
 from .service import Service, Serving, client_name, no_placement, refuse_unfinished, valid_id
 
@@ -81,5 +81,5 @@ async def load_stored(service: Service, given: str) -> StoredPlacement:
         raise no_placement(key)
     if question is None:
         detail = f"the request of placement {key} is not stored; send the request in the body"
-        raise Problem(404, "no-such-request", "There is no such request", detail)
+        raise no_such("request", detail)
     return StoredPlacement(key, answer.placement, question)

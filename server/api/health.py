@@ -40,9 +40,7 @@ async def get_health() -> Response:
 async def get_readiness(service: Serving) -> Response:
     """Return 200 if the service accepts solves, else 503."""
     if why := service.not_ready or (STORE_AWAY if service.solves.store_error else ""):
-        raise Problem(
-            503, "not-ready", "The service is not ready", why, headers={"Retry-After": "1"}
-        )
+        raise Problem(503, "not-ready", "The service is not ready", why, retry_s=1)
     return _health("ready")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 
 from placer.schema import Objective, PlacementPage, PlacementRequest, Status
 
-from ..problem import Problem, clip
+from ..problem import clip, invalid_parameter, no_such
 from ..web.replies import json_reply
 from .service import Serving, refuse_unfinished, valid_id
 
@@ -60,7 +60,8 @@ async def list_placements(
     more = len(found) > limit
     rows = found[:limit]
     following = f"{rows[-1]['row']:x}" if more else None
-    page = {"placements": [_summary(row) for row in rows], "next": following}
+    shown = [{name: value for name, value in row.items() if name != "row"} for row in rows]
+    page = {"placements": shown, "next": following}
     headers = {"Link": _link(request, following)} if following else {}
     return json_reply(request, json.dumps(page).encode(), headers=headers, tagged=True)
 
@@ -75,12 +76,8 @@ async def get_request(request: Request, id: str, service: Serving) -> Response:
             f"there is no request of placement {key}: nobody sent one, or its solve was stopped"
             " before it started"
         )
-        raise Problem(404, "no-such-request", "There is no such request", detail)
+        raise no_such("request", detail)
     return json_reply(request, question, tagged=True)
-
-
-def _summary(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "row"}
 
 
 def _before(cursor: str | None) -> int:
@@ -88,7 +85,7 @@ def _before(cursor: str | None) -> int:
         return NEWEST
     if not _CURSOR.fullmatch(cursor):
         detail = f"{clip(cursor, 80)!r} is not a cursor; use `next` of the page before, unchanged"
-        raise Problem(422, "invalid-parameter", "A parameter cannot be used", detail)
+        raise invalid_parameter(detail)
     return int(cursor, 16)
 
 

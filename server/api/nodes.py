@@ -20,9 +20,10 @@ from placer.errors import InputError
 from placer.schema import Cluster, Device, Node, NodeList
 
 from ..node.network import join
-from ..problem import Problem, clip, invalid_request
+from ..problem import Problem, clip, invalid_parameter, invalid_request, no_such
 from ..settings import NODE_NAME
 from ..web.replies import json_reply
+from ..web.validation import read_cluster
 from .service import Serving
 
 router = APIRouter()
@@ -81,8 +82,9 @@ async def put_node(request: Request, name: str, service: Serving) -> Response:
     """
     _check_name(name)
     async with service.body_reader.body(request) as body:
-        cluster = await service.validator.read_cluster(body)
-    _check_devices(cluster)
+        cluster = await service.validator.run(read_cluster, body)
+    for fault in _faults(cluster):
+        raise invalid_request(fault)
     nodes = await service.store.call(service.store.nodes)
     if name not in nodes and len(nodes) >= MAX_NODES:
         detail = (
@@ -132,7 +134,7 @@ async def get_cluster(
             "several nodes are connected by a network: give network_bytes_per_s, its measured"
             " bandwidth"
         )
-        raise Problem(422, "invalid-parameter", "A parameter cannot be used", detail)
+        raise invalid_parameter(detail)
     known = await service.store.call(service.store.nodes)
     chosen: dict[str, Cluster] = {}
     for name in node:
@@ -145,7 +147,7 @@ async def get_cluster(
                 f"node {name!r} registered devices that this version does not accept: {error};"
                 " let it register again"
             )
-            raise Problem(404, "no-such-node", "There is no such node", detail) from error
+            raise no_such("node", detail) from error
     if (count := sum(len(cluster.devices) for cluster in chosen.values())) > MAX_JOINED:
         detail = (
             f"these nodes have {count} devices, each pair of which is a link; name nodes with at"
@@ -161,11 +163,6 @@ async def get_cluster(
 async def measure_again(request: Request, service: Serving) -> Response:
     """Measure this node's devices and links again."""
     return json_reply(request, await service.cluster.measure_again())
-
-
-def _check_devices(cluster: Cluster) -> None:
-    for fault in _faults(cluster):
-        raise invalid_request(fault)
 
 
 def _faults(cluster: Cluster) -> Iterator[str]:
@@ -237,10 +234,10 @@ def _check_name(name: str) -> None:
             f"{clip(name, 80)!r} is not a valid name of a node; use 1 to 64 letters, digits, '.',"
             " '_' and '-'"
         )
-        raise Problem(404, "no-such-node", "There is no such node", detail)
+        raise no_such("node", detail)
 
 
 def _no_node(name: str, known: list[str]) -> Problem:
     there = f"; registered are {clip(json.dumps(known), 200)}" if known else ""
     detail = f"node {clip(name, 80)!r} is not registered{there}"
-    return Problem(404, "no-such-node", "There is no such node", detail)
+    return no_such("node", detail)

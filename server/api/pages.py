@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 
-from ..problem import Problem, clip
+from ..problem import clip, no_such
 from ..web.replies import etag, has_tag
 
 router = APIRouter(include_in_schema=False)
@@ -39,8 +39,7 @@ async def get_page(request: Request) -> Response:
 async def get_file(request: Request, name: str) -> Response:
     """Return a file of the page."""
     if name not in FILES:
-        detail = f"the page has no file {clip(name, 80)!r}"
-        raise Problem(404, "no-such-path", "There is no such path", detail)
+        raise no_such("path", f"the page has no file {clip(name, 80)!r}")
     return _reply(request, name)
 
 

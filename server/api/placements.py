@@ -11,11 +11,11 @@ import placer
 from placer.schema import JointPlacement, Placement, Progress
 
 from ..jobs.job import Question, SolveJob
-from ..judge.evaluation import EvaluationInput, StoredPlacement
-from ..judge.together import together_task
+from ..judge.evaluation import EvaluationInput, StoredPlacement, together_task
 from ..problem import MEDIA_TYPE as PROBLEM
 from ..problem import Problem
 from ..web.replies import JSON, json_reply
+from ..web.validation import check_joint
 from .service import OnDisconnect, Service, Serving, Wait, client_name, no_placement, valid_id
 
 router = APIRouter()
@@ -57,7 +57,7 @@ async def post_together(
     """
     # The answer is divided by the models in the body, so the body is held meanwhile.
     async with service.body_reader.body(request) as body:
-        question, joint = await service.validator.check_joint(body)
+        question, joint = await service.validator.run(check_joint, body)
         found = await answer_or_job(service, question, joint, client_name(request))
         if isinstance(found, SolveJob):
             await _wait_for_new(request, service, found, wait, on_disconnect)
@@ -200,9 +200,7 @@ def not_persisted(job: SolveJob) -> Problem:
         f"the request could not be written to the store, so a crash would lose it; solve {job.id}"
         " continues: ask again for its answer"
     )
-    return Problem(
-        503, "not-kept", "The request could not be kept", detail, headers={"Retry-After": "2"}
-    )
+    return Problem(503, "not-kept", "The request could not be kept", detail, retry_s=2)
 
 
 def job_response(request: Request, job: SolveJob) -> Response:

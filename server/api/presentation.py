@@ -8,10 +8,8 @@ from placer.schema import Timeline
 from placer.schema.base import FormatName
 from placer.schema.export import Export
 
-from ..judge.evaluation import EvaluationInput
-from ..judge.export import export_task
+from ..judge.evaluation import EvaluationInput, export_task
 from ..judge.timeline import report_task, timeline_task, trace_task
-from ..problem import Problem
 from ..web.replies import json_reply
 from ..workers.worker import Task
 from .evaluations import load_stored
@@ -67,7 +65,7 @@ async def get_export(request: Request, id: str, format: FormatName, service: Ser
 
 
 async def _present(
-    request: Request, service: Service, id: str, task: Task[bytes | Problem], body: bytes = b""
+    request: Request, service: Service, id: str, task: Task[bytes], body: bytes = b""
 ) -> bytes:
     return await service.evaluations.run(
         task, EvaluationInput(body, (await load_stored(service, id),)), client_name(request)

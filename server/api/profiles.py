@@ -11,8 +11,9 @@ from pydantic import BaseModel
 from placer.schema import Profile
 
 from ..jobs.job import Job
-from ..problem import Problem
+from ..problem import Problem, no_such
 from ..web.replies import JSON, json_reply
+from ..web.validation import check_graph
 from .service import Serving, Wait, client_name, valid_id
 
 router = APIRouter()
@@ -45,7 +46,7 @@ async def post_profile(request: Request, service: Serving, wait: Wait = None) ->
         if (known := await service.store.call(service.store.measured, key)) is not None:
             return _measured(request, key, known)
         if service.measurements.find(key) is None:
-            await service.validator.check_graph(body)
+            await service.validator.run(check_graph, body)
         job = service.measurements.submit(key, body, client_name(request))
     await job.wait(service.settings.default_wait_s if wait is None else wait)
     if not job.finished.is_set() and not await job.is_written():
@@ -53,8 +54,7 @@ async def post_profile(request: Request, service: Serving, wait: Wait = None) ->
             "the graph could not be written to the store, so a crash would lose it;"
             " its measurement continues"
         )
-        title = "The graph could not be kept"
-        raise Problem(503, "not-kept", title, detail, headers={"Retry-After": "2"})
+        raise Problem(503, "not-kept", "The graph could not be kept", detail, retry_s=2)
     return _reply(request, job)
 
 
@@ -73,9 +73,7 @@ async def get_profile(request: Request, id: str, service: Serving, wait: Wait = 
         return _reply(request, job)
     profile = await store.call(store.profile, key) or await store.call(store.measured, key)
     if profile is None:
-        raise Problem(
-            404, "no-such-profile", "There is no such profile", f"there is no profile {key}"
-        )
+        raise no_such("profile", f"there is no profile {key}")
     return json_reply(request, profile, tagged=True)
 
 

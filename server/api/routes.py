@@ -16,16 +16,19 @@ from . import (
     profiles,
 )
 
-ROUTERS = (
-    placements.router,
-    batch.router,
-    history.router,
-    events.router,
-    evaluations.router,
-    presentation.router,
-    profiles.router,
-    estimates.router,
-    nodes.router,
-    pages.router,
-    health.router,
+ROUTERS = tuple(
+    module.router
+    for module in (
+        placements,
+        batch,
+        history,
+        events,
+        evaluations,
+        presentation,
+        profiles,
+        estimates,
+        nodes,
+        pages,
+        health,
+    )
 )

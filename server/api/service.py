@@ -8,13 +8,12 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
 
-from ..jobs.estimates import Estimates
-from ..jobs.evaluations import Evaluations
+from ..jobs.evaluations import Estimates, Evaluations
 from ..jobs.measurements import Measurements
 from ..jobs.solves import Solves
 from ..node.cluster import NodeCluster
 from ..observability.metrics import Metrics
-from ..problem import Problem, clip, nearest
+from ..problem import Problem, clip, nearest, no_such
 from ..quota import Quota
 from ..settings import MAX_WAIT_S, Settings
 from ..store.store import Store
@@ -106,14 +105,14 @@ def valid_id(given: str, kind: str = "placement") -> str:
     """
     if not _ID.fullmatch(given):
         detail = f"{clip(given, 80)!r} is not an id of a {kind}; an id has 32 hexadecimal digits"
-        raise Problem(404, f"no-such-{kind}", f"There is no such {kind}", detail)
+        raise no_such(kind, detail)
     return given
 
 
 def no_placement(key: str) -> Problem:
     """Return the problem of an id without a placement."""
     detail = f"there is no placement {key}; POST its request to /v1/placements"
-    return Problem(404, "no-such-placement", "There is no such placement", detail)
+    return no_such("placement", detail)
 
 
 async def refuse_unfinished(service: Service, key: str) -> None:
@@ -131,6 +130,4 @@ async def refuse_unfinished(service: Service, key: str) -> None:
         f"placement {key} is still being solved; GET /v1/placements/{key} answers 200 once it is"
         " done, and 202 before"
     )
-    raise Problem(
-        409, "not-done", "The placement is not ready", detail, headers={"Retry-After": "1"}
-    )
+    raise Problem(409, "not-done", "The placement is not ready", detail, retry_s=1)

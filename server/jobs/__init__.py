@@ -2,6 +2,6 @@
 
 runner ──┬─ solves         placements: persistent, stoppable, shared among replicas
 └─ measurements   profiles of graphs: persistent, one at a time
-estimates                  memory of graphs: a client waits for each, nothing is stored
-evaluations                maps that users made: a client waits for each, nothing is stored
+evaluations                maps that users made, and the memory of graphs: a client waits for each,
+                           nothing is stored
 """

@@ -86,7 +86,7 @@ class Measurements(Runner[Job]):
         job.problem = stopping()
         self._finish(job)
 
-    def _worker(self, job: Job) -> Worker[bytes | Problem]:
+    def _worker(self, job: Job) -> Worker[bytes]:
         return Worker(
             measuring.profile_graph,
             job.payload,
@@ -98,12 +98,10 @@ class Measurements(Runner[Job]):
 
     def _compute(self, job: Job) -> None:
         assert job.worker is not None
-        result: bytes | Problem = job.worker.run()
-        if isinstance(result, Problem):
-            raise result
-        job.answer = result
+        profile: bytes = job.worker.run()
+        job.answer = profile
         try:
-            self._store.put_measured(job.id, self._settings.node_name, result)
+            self._store.put_measured(job.id, self._settings.node_name, profile)
         except StoreError as error:
             log.error("profile %s could not be written, and is kept in memory: %s", job.id, error)
 

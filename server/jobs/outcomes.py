@@ -105,7 +105,7 @@ def graph_problem(error: Exception, verb: str, limit_s: str, memory_bytes: int) 
 def stopping() -> Problem:
     """Return the problem for a request that arrives while the service stops."""
     detail = "the service is stopping, and its next start continues accepted jobs; ask again then"
-    return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
+    return Problem(503, "stopping", "The service is stopping", detail, retry_s=5)
 
 
 def check_limits(question: Question, settings: Settings) -> None:
@@ -134,14 +134,6 @@ def check_limits(question: Question, settings: Settings) -> None:
         raise Problem(
             422, "over-limit", "The request asks for too much", f"{detail}: ask for less", faults
         )
-
-
-def queue_full(reason: str, seconds: int) -> Problem:
-    """Return the problem for a full queue, with the seconds until there may be room."""
-    detail = f"{reason}; try again in {seconds} s"
-    return Problem(
-        429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(seconds)}
-    )
 
 
 def is_proven(job: SolveJob) -> bool:

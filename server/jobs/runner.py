@@ -20,11 +20,11 @@ from placer.utils.units import count_text
 
 from ..observability.metrics import Metrics
 from ..observability.spans import span
+from ..problem import queue_full
 from ..settings import Settings
 from ..store.store import Store
 from ..workers.worker import Died, Worker
 from .job import Job
-from .outcomes import queue_full
 from .queue import FairQueue
 
 J = TypeVar("J", bound=Job)

@@ -1,4 +1,8 @@
-"""Bodies and tasks of evaluations; ``placer.evaluation`` evaluates."""
+"""Bodies and tasks about stored placements and users' maps; ``placer.evaluation`` evaluates.
+
+Each task reads a pickled ``EvaluationInput``. That is safe: this service pickled it, and the
+client's bytes inside it are only parsed. Only worker processes import the solver.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,13 @@ import threading
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from placer.errors import InputError
-from placer.schema import LayerMap, Placement, PlacementRequest, Replica
-from placer.schema.base import FormatName, read_json
+from placer.schema import JointRequest, LayerMap, Placement, PlacementRequest, Replica
+from placer.schema.base import FormatName
 
-from ..problem import Problem, invalid_body
+from ..problem import read_body
 from ..workers.solving import read_request
 from ..workers.worker import Report
 
@@ -137,17 +134,12 @@ class EvaluationInput(NamedTuple):
     best: SolveLimits | None = None
 
 
-def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """Evaluate a map, and return an Evaluation as JSON or the body's problem."""
-    # Imported here, since only the worker process needs the solver.
+def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """Evaluate a map, and return an Evaluation as JSON; the body is an EvaluateBody."""
     from placer.evaluation.evaluate import evaluated, for_format, map_of, with_best
 
-    # Safe to unpickle: this service pickled it. The client's bytes inside it are only parsed.
     given: EvaluationInput = pickle.loads(payload)
-    try:
-        body = read_json(EvaluateBody, given.body, strict=True)
-    except ValidationError as error:
-        return invalid_body(error, EvaluateBody)
+    body = read_body(EvaluateBody, given.body)
     request = for_format(body.request or _request_of(given.stored), body.format)
     if body.layer_devices is None:
         given_map = map_of(request, body.text)
@@ -160,16 +152,13 @@ def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> byte
     return found.model_dump_json().encode()
 
 
-def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """Compare maps, and return a Comparison as JSON or the body's problem."""
+def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """Compare maps, and return a Comparison as JSON; the body is a CompareBody or empty."""
     from placer.evaluation.compare import compare
     from placer.evaluation.evaluate import map_of
 
     given: EvaluationInput = pickle.loads(payload)
-    try:
-        body = read_json(CompareBody, given.body or b"{}", strict=True)
-    except ValidationError as error:
-        return invalid_body(error, CompareBody)
+    body = read_body(CompareBody, given.body or b"{}")
     request = body.request or _request_of(given.stored)
     placements = {
         stored.id: Placement.model_validate_json(stored.placement) for stored in given.stored
@@ -180,6 +169,22 @@ def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes
         for name, where in body.maps.items()
     }
     return compare(request, {**maps, **own}, placements).model_dump_json().encode()
+
+
+def export_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """Return an Export of the stored placement as JSON; the body is the format's name."""
+    given: EvaluationInput = pickle.loads(payload)
+    placement = Placement.model_validate_json(given.stored[0].placement)
+    return placement.export(given.body.decode()).model_dump_json().encode()  # type: ignore[arg-type]
+
+
+def together_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """Return the JointPlacement of a stored joint placement; the body is its JointRequest."""
+    from placer.solver.together import divided
+
+    given: EvaluationInput = pickle.loads(payload)
+    joint = Placement.model_validate_json(given.stored[0].placement)
+    return divided(JointRequest.model_validate_json(given.body), joint).model_dump_json().encode()
 
 
 def _request_of(stored: Sequence[StoredPlacement]) -> PlacementRequest:

@@ -54,24 +54,17 @@ class NodeCluster:
     async def _measure(self) -> bytes:
         settings = self._settings
         self._worker = Worker(
-            self._task,
-            b"",
-            limit_s=settings.measure_timeout_s,
-            grace_s=settings.stop_grace_s,
+            self._task, b"", limit_s=settings.measure_timeout_s, grace_s=settings.stop_grace_s
         )
         try:
             return await asyncio.to_thread(self._worker.run)
         except MissingPackage as error:
-            raise Problem(
-                501, "cannot-measure", "This node's devices cannot be measured", str(error)
-            ) from error
+            title = "This node's devices cannot be measured"
+            raise Problem(501, "cannot-measure", title, str(error)) from error
         except (Crashed, Killed, Refused) as error:
             log.error("this node's devices could not be measured: %s", error)
             detail = f"this node's devices could not be measured: {error}. Ask again to try again"
-            headers = {"Retry-After": "10"}
-            raise Problem(
-                503, "not-measured", "Measuring failed", detail, headers=headers
-            ) from error
+            raise Problem(503, "not-measured", "Measuring failed", detail, retry_s=10) from error
         finally:
             self._worker = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -54,20 +55,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        authorization = host = given = versions = origin = b""
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                authorization = value
-            elif name == b"host":
-                host = value
-            elif name == b"origin":
-                origin = value
-            elif name == b"x-request-id":
-                given = value
-            elif name == VERSION_HEADER:
-                versions = value
+        sent = dict(scope["headers"])
         # Accept the client's or proxy's request id only if it cannot disturb the log.
-        request_id = given if given and _ID.fullmatch(given) else secrets.token_hex(8).encode()
+        given = sent.get(b"x-request-id", b"")
+        request_id = given if _ID.fullmatch(given) else secrets.token_hex(8).encode()
         REQUEST_ID.set(request_id.decode())
 
         async def send_with_headers(message: Message) -> None:
@@ -80,18 +71,19 @@ class Guard:
             await send(message)
 
         try:
-            self._admit(scope, authorization, host, origin)
-            if versions:
+            self._admit(scope, sent)
+            if versions := sent.get(VERSION_HEADER):
                 _check_version(versions)
         except Problem as problem:
             await problem.response()(scope, receive, send_with_headers)
             return
         await self._app(scope, receive, send_with_headers)
 
-    def _admit(self, scope: Scope, authorization: bytes, host: bytes, origin: bytes) -> None:
+    def _admit(self, scope: Scope, sent: Mapping[bytes, bytes]) -> None:
         path = scope["path"]
         # Without keys, the host check prevents DNS rebinding, and the origin check other sites.
         if not self._keys:
+            host, origin = sent.get(b"host", b""), sent.get(b"origin", b"")
             if host and not _LOCAL_HOST.fullmatch(host):
                 raise _wrong_host(host)
             if origin and not _LOCAL_HOST.fullmatch(origin.partition(b"://")[2]):
@@ -99,6 +91,7 @@ class Guard:
             return
         if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return
+        authorization = sent.get(b"authorization")
         if not authorization:
             raise _no_key("no key was given")
         kind, _, token = authorization.decode("latin-1").partition(" ")
@@ -110,13 +103,8 @@ class Guard:
         scope["placer.client"] = key.name
         if seconds := key.rate.take():
             raise _rate_exceeded(key.rate.per_s, seconds)
-        needed = (
-            "metrics"
-            if path == "/metrics"
-            else "read"
-            if scope["method"] in ("GET", "HEAD")
-            else "solve"
-        )
+        needed = "read" if scope["method"] in ("GET", "HEAD") else "solve"
+        needed = "metrics" if path == "/metrics" else needed
         if needed not in key.scopes:
             raise _no_scope(key.name, needed)
 
@@ -150,13 +138,8 @@ def _wrong_origin(origin: bytes) -> Problem:
 
 def _no_key(what: str) -> Problem:
     detail = f"{what}; send 'Authorization: Bearer KEY', or set PLACER_KEY for Placer's clients"
-    return Problem(
-        401,
-        "no-key",
-        "A key is needed",
-        detail,
-        headers={"WWW-Authenticate": 'Bearer realm="placer"'},
-    )
+    headers = {"WWW-Authenticate": 'Bearer realm="placer"'}
+    return Problem(401, "no-key", "A key is needed", detail, headers=headers)
 
 
 def _no_scope(name: str, needed: str) -> Problem:
@@ -166,6 +149,4 @@ def _no_scope(name: str, needed: str) -> Problem:
 
 def _rate_exceeded(per_s: float, seconds: int) -> Problem:
     detail = f"this key may send {per_s:g} requests per second; try again in {seconds} s"
-    return Problem(
-        429, "too-often", "Too many requests", detail, headers={"Retry-After": str(seconds)}
-    )
+    return Problem(429, "too-often", "Too many requests", detail, retry_s=seconds)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from pydantic import ValidationError
-
 from placer.errors import InputError
 from placer.schema import Batch, Cluster, JointRequest, PlacementRequest
-from placer.schema.base import read_json
 from placer.schema.graph import ProfileRequest
 
 from ..jobs.job import Question
-from ..problem import Problem, invalid_body, invalid_request
+from ..problem import Problem, invalid_request, read_body
+from ..store.lru_cache import LruCache
 from ..workers.worker import CONTEXT, end_with_parent, starting_processes
 
 # Size above which bodies are checked in another process. Parsing holds the interpreter lock for 2
@@ -42,7 +39,7 @@ class Validator:
     """Parser of request bodies, with a cache by content."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Question] = OrderedDict()
+        self._known: LruCache[Question] = LruCache(MAX_KNOWN)
         self._processes: ProcessPoolExecutor | None = None
 
     async def check(self, body: bytes) -> Question:
@@ -52,49 +49,14 @@ class Validator:
             Problem: The body is not a PlacementRequest; the problem names the fault.
         """
         # Clients may send the same body repeatedly, so keep its question by the hash.
-        digest = hashlib.sha256(body).digest()
-        if (question := self._known.get(digest)) is not None:
-            self._known.move_to_end(digest)
-            return question
-        question = await self._run(check, body)
-        self._known[digest] = question
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        digest = hashlib.sha256(body).hexdigest()
+        if (question := self._known.get(digest)) is None:
+            question = await self.run(check, body)
+            self._known.put(digest, question)
         return question
 
-    async def check_joint(self, body: bytes) -> tuple[Question, bytes]:
-        """Return the question in a JointRequest, and the PlacementRequest that asks it as JSON.
-
-        Raises:
-            Problem: The body is not a JointRequest; the problem names the fault.
-        """
-        return await self._run(check_joint, body)
-
-    async def split(self, body: bytes) -> list[bytes]:
-        """Return the requests of a batch, each as if sent alone; they are not validated yet.
-
-        Raises:
-            Problem: The body is not a batch; the problem names the fault.
-        """
-        return await self._run(split, body)
-
-    async def check_graph(self, body: bytes) -> None:
-        """Validate a ProfileRequest; its operations are checked where they run.
-
-        Raises:
-            Problem: The body is invalid; the problem names the fault.
-        """
-        await self._run(_check_graph, body)
-
-    async def read_cluster(self, body: bytes) -> Cluster:
-        """Return the Cluster in a body.
-
-        Raises:
-            Problem: The body is invalid; the problem names the fault.
-        """
-        return await self._run(_read_cluster, body)
-
-    async def _run(self, work: Callable[[bytes], T], body: bytes) -> T:
+    async def run(self, work: Callable[[bytes], T], body: bytes) -> T:
+        """Return what a function of this module reads in a body; see there for the errors."""
         if len(body) <= INLINE_BYTES:
             return work(body)
         _check_value_count(body)
@@ -116,13 +78,8 @@ class Validator:
                 f"the process that checks large bodies died on a body of {len(body)} bytes; send a"
                 " smaller body"
             )
-            raise Problem(
-                503,
-                "check-failed",
-                "The body could not be checked",
-                detail,
-                headers={"Retry-After": "1"},
-            ) from None
+            title = "The body could not be checked"
+            raise Problem(503, "check-failed", title, detail, retry_s=1) from None
 
     def close(self) -> None:
         """End the process that checks large bodies."""
@@ -141,11 +98,7 @@ def check(body: bytes) -> Question:
     Raises:
         Problem: The body is not a PlacementRequest; the problem names the fault.
     """
-    try:
-        request = read_json(PlacementRequest, body, strict=True)
-    except ValidationError as error:
-        raise invalid_body(error) from None
-    return _question(request)
+    return _question(read_body(PlacementRequest, body))
 
 
 def _question(request: PlacementRequest) -> Question:
@@ -160,10 +113,9 @@ def check_joint(body: bytes) -> tuple[Question, bytes]:
     Raises:
         Problem: The body is not a JointRequest; the problem names the fault.
     """
+    joint = read_body(JointRequest, body)
     try:
-        request = read_json(JointRequest, body, strict=True).placement_request()
-    except ValidationError as error:
-        raise invalid_body(error, JointRequest) from None
+        request = joint.placement_request()
     except InputError as error:
         # Only the joint profile shows whether constraints name existing layers.
         raise invalid_request(str(error).removeprefix("PlacementRequest: ")) from None
@@ -185,18 +137,14 @@ def _check_value_count(body: bytes) -> None:
         raise Problem(413, "too-many-values", "The body holds too much", detail)
 
 
-def _read_cluster(body: bytes) -> Cluster:
-    try:
-        return read_json(Cluster, body, strict=True)
-    except ValidationError as error:
-        raise invalid_body(error, Cluster) from None
+def read_cluster(body: bytes) -> Cluster:
+    """Return the Cluster in a body; see ``read_body`` for the errors."""
+    return read_body(Cluster, body)
 
 
-def _check_graph(body: bytes) -> None:
-    try:
-        read_json(ProfileRequest, body, strict=True)
-    except ValidationError as error:
-        raise invalid_body(error, ProfileRequest) from None
+def check_graph(body: bytes) -> None:
+    """Validate a ProfileRequest; its operations are checked where they run."""
+    read_body(ProfileRequest, body)
 
 
 def split(body: bytes) -> list[bytes]:
@@ -205,10 +153,7 @@ def split(body: bytes) -> list[bytes]:
     Raises:
         Problem: The body is not a batch, or much larger when expanded; the problem names the fault.
     """
-    try:
-        batch = read_json(Batch, body, strict=True)
-    except ValidationError as error:
-        raise invalid_body(error, Batch) from None
+    batch = read_body(Batch, body)
     bodies, left = [], MAX_EXPANDED_BYTES
     for one in batch.requests:
         try:
@@ -218,13 +163,9 @@ def split(body: bytes) -> list[bytes]:
             raise invalid_request(detail) from None
         left -= len(bodies[-1])
         if left < 0:
-            raise _too_many_bytes(len(batch.requests))
+            detail = (
+                f"{len(batch.requests)} requests, each with the shared fields, have more than"
+                f" {MAX_EXPANDED_BYTES} bytes; send fewer at a time"
+            )
+            raise Problem(413, "batch-too-large", "The batch is too large", detail)
     return bodies
-
-
-def _too_many_bytes(count: int) -> Problem:
-    detail = (
-        f"{count} requests, each with the shared fields, have more than {MAX_EXPANDED_BYTES} bytes;"
-        " send fewer at a time"
-    )
-    return Problem(413, "batch-too-large", "The batch is too large", detail)

@@ -7,7 +7,7 @@ service                         worker (forkserver)
    │◀─── ("progress", value, bound) ─│  any number
    │◀─── ("best", result) ───────────│  a few per second at most
    │──── "stop" ────────────────────▶│  at most once; a closed pipe means that the service is gone
-   │◀─── ("done" | "refused" | "missing" | "over" | "failed", value)
+   │◀─── ("done" | "invalid" | "refused" | "missing" | "over" | "failed", value)
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from placer.errors import MissingExtraError, PlacerError
+
+from ..problem import Problem
 
 try:
     import resource
@@ -139,7 +141,8 @@ class Worker(Generic[T]):
         """Run the task to its end, in the calling thread.
 
         Raises:
-            Refused: The task found a fault in its payload.
+            Problem: The payload is a body that is invalid.
+            Refused: The task found another fault in its payload.
             MissingPackage: The task needs a package that is not installed.
             Crashed: The task failed. Died: its process died. MemoryExceeded: it exceeded its memory
                 limit.
@@ -212,6 +215,8 @@ class Worker(Generic[T]):
                 elif kind == "done":
                     result: T = values[0]
                     return result
+                elif kind == "invalid":
+                    raise values[0]
                 else:
                     raise ERRORS[kind](values[0])
             self._check_deadline()
@@ -302,6 +307,8 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
         send("missing", str(error))
     except PlacerError as error:
         send("refused", str(error))
+    except Problem as problem:
+        send("invalid", problem)
     except BaseException as error:
         if isinstance(error, MemoryError) or _TORCH_OUT_OF_MEMORY in str(error):
             send("over", _memory_exceeded(memory_bytes))
