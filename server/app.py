@@ -25,8 +25,7 @@ with extra("server"):
     from .jobs.peers import Peers
     from .jobs.solves import Solves
     from .keys import Keys
-    from .node.cluster import NodeCluster
-    from .node.registration import register_forever
+    from .node.cluster import NodeCluster, register_forever
     from .observability.gpus import watch_gpus
     from .observability.metrics import Metrics, RequestMetrics
     from .openapi.document import describe
@@ -37,8 +36,7 @@ with extra("server"):
     from .store.store import Store
     from .store.write_retries import retry_writes, retry_writes_forever
     from .web.body_reader import BodyReader
-    from .web.guard import Guard
-    from .web.head_requests import HeadRequests
+    from .web.guard import Guard, HeadRequests
     from .web.validation import Validator
     from .workers.solving import Solver, default_solver
     from .workers.worker import Crashed, Killed, Worker, measure_idle_bytes, start_fork_server
@@ -101,9 +99,7 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
 def run(settings: Settings | None = None, *, solver: Solver = default_solver) -> None:
     """Serve until SIGTERM or SIGINT, then end every solve with its best placement so far.
 
-    Args:
-        settings: Settings of the service; read from the environment if None.
-        solver: See ``create_app``.
+    The arguments are as for ``create_app``.
 
     Raises:
         ServerError: The service could not start.
@@ -119,10 +115,7 @@ def background(
 ) -> Iterator[str]:
     """Serve in a thread of this process while the context is open.
 
-    Args:
-        settings: Settings of the service; read from the environment if None. Port 0 takes a free
-            port.
-        solver: See ``create_app``.
+    The arguments are as for ``create_app``. Port 0 of the settings takes a free port.
 
     Yields:
         The service's URL.
@@ -143,7 +136,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     )
     owner = secrets.token_hex(8)
     store = await asyncio.to_thread(_open_store, app, settings, owner)
-    peers = _peers(settings, store, owner)
+    peers = None
+    if store.database.shared:
+        peers = Peers(store, Replicas(store.database, owner, settings.lease_s), settings.lease_s)
     metrics = app.state.metrics
     service = Service(
         settings=settings,
@@ -185,28 +180,17 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         store.close()
 
 
-def _peers(settings: Settings, store: Store, owner: str) -> Peers | None:
-    if not store.database.shared:
-        return None
-    return Peers(store, Replicas(store.database, owner, settings.lease_s), settings.lease_s)
-
-
 def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
     try:
         return Store(settings.database, settings.keep, owner, settings.cache_bytes)
-    except StoreError as error:
-        app.state.not_started = (
-            f"{error}; set PLACER_DATABASE to a writable file or a reachable database"
-        )
-        raise
-    except PlacerError as error:
-        app.state.not_started = str(error)
-        raise
-    except OSError as error:
-        app.state.not_started = (
-            f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a"
-            " writable file"
-        )
+    except (PlacerError, OSError) as error:
+        reason = str(error)
+        if isinstance(error, StoreError):
+            reason += "; set PLACER_DATABASE to a writable file or a reachable database"
+        elif isinstance(error, OSError):
+            reason = f"database {settings.database!r} cannot be used: {error}"
+            reason += "; set PLACER_DATABASE to a writable file"
+        app.state.not_started = reason
         raise
 
 

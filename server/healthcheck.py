@@ -75,10 +75,6 @@ def is_alive(environment: Mapping[str, str]) -> bool:
 def record_address(address: Address, environment: Mapping[str, str]) -> Iterator[None]:
     """Write down the service's address for health checks while the context is open.
 
-    Args:
-        address: Address on which the service listens.
-        environment: Environment in which the service was started.
-
     Raises:
         OSError: The file cannot be written.
     """

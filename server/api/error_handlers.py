@@ -13,7 +13,7 @@ from starlette.routing import Match
 
 from ..problem import Problem, clip, defect, invalid_parameter, no_such, store_away, wanted
 from ..store.database import StoreError
-from ..web.head_requests import supports_head
+from ..web.guard import supports_head
 from .routes import ROUTERS
 
 log = logging.getLogger("placer_server")

@@ -18,6 +18,8 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from placer.schema import Progress
+
 from ..jobs.job import SolveJob
 from ..problem import MEDIA_TYPE as PROBLEM
 from ..problem import Problem
@@ -97,7 +99,7 @@ async def _event_stream(
         with job.watched() as changed:
             last = b""
             while not job.finished.is_set():
-                if (current := event("progress", progress(job))) != last:
+                if (current := event("progress", job_progress(job))) != last:
                     yield current
                     last = current
                 if not await _changes_soon(changed):
@@ -123,14 +125,10 @@ async def _changes_soon(changed: asyncio.Event) -> bool:
     return changed.is_set()
 
 
-def progress(job: SolveJob) -> bytes:
-    """Return the progress of a job as JSON."""
-    return job_progress(job).model_dump_json().encode()
-
-
-def event(kind: str, data: bytes) -> bytes:
+def event(kind: str, data: bytes | Progress) -> bytes:
     """Return a server-sent event; the data is JSON on one line."""
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+    content = data if isinstance(data, bytes) else data.model_dump_json().encode()
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), content)
 
 
 def _final_event(job: SolveJob) -> bytes:
@@ -138,4 +136,4 @@ def _final_event(job: SolveJob) -> bytes:
         return event("failed", job.problem.content())
     if job.answer is not None:
         return event("done", job.answer)
-    return event("handed-on", progress(job))
+    return event("handed-on", job_progress(job))

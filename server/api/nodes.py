@@ -19,7 +19,7 @@ from fastapi import APIRouter, Query, Request, Response
 from placer.errors import InputError
 from placer.schema import Cluster, Device, Node, NodeList
 
-from ..node.network import join
+from ..node.cluster import join
 from ..problem import Problem, clip, invalid_parameter, invalid_request, no_such
 from ..settings import NODE_NAME
 from ..web.replies import json_reply

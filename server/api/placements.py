@@ -173,13 +173,7 @@ async def complete_answer(service: Service, question: Question) -> bytes | None:
 async def stored_response(
     request: Request, service: Service, key: str, *, plain: bool = False
 ) -> Response:
-    """Return the stored answer or failure of an id.
-
-    Args:
-        request: Request to answer.
-        service: The service.
-        key: The id.
-        plain: Whether to omit compression and the ETag.
+    """Return the stored answer or failure of an id, if ``plain`` without compression and ETag.
 
     Raises:
         Problem: The store has neither.

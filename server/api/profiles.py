@@ -1,4 +1,4 @@
-"""Routes of profiles: those sent with requests, and those that this node measures from graphs."""
+"""Routes of profiles, sent with requests or measured here from graphs, and of graphs' memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from placer.schema import Profile
+from placer.schema import Estimate, Profile
 
 from ..jobs.job import Job
 from ..problem import Problem, no_such
@@ -77,15 +77,26 @@ async def get_profile(request: Request, id: str, service: Serving, wait: Wait = 
     return json_reply(request, profile, tagged=True)
 
 
+@router.post("/v1/estimates", response_model=Estimate)
+async def estimate(request: Request, service: Serving) -> Response:
+    """Estimate the memory of a captured graph by device, and whether it fits.
+
+    A graph holds operations, shapes and dtypes, but no weights. It runs on fake tensors, so the
+    service needs no GPU. If it does not fit, the answer has the smallest changes with which it
+    fits.
+    """
+    async with service.body_reader.body(request) as body:
+        content = await service.estimates.run(body, client_name(request))
+    return json_reply(request, content)
+
+
 def _reply(request: Request, job: Job) -> Response:
     if job.problem is not None:
         return job.problem.response()
     if job.final_answer is not None:
         return _measured(request, job.id, job.final_answer)
     status = MeasuringStatus(
-        id=job.id,
-        status="running" if job.state == "running" else "queued",
-        elapsed_s=job.elapsed_s,
+        id=job.id, status="running" if job.state == "running" else "queued", elapsed_s=job.elapsed_s
     )
     headers = {"Location": f"/v1/profiles/{job.id}", "Retry-After": "1"}
     return Response(status.model_dump_json(), 202, headers=headers, media_type=JSON)

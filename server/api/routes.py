@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from . import (
     batch,
-    estimates,
     evaluations,
     events,
     health,
@@ -26,7 +25,6 @@ ROUTERS = tuple(
         evaluations,
         presentation,
         profiles,
-        estimates,
         nodes,
         pages,
         health,

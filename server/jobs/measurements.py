@@ -106,10 +106,14 @@ class Measurements(Runner[Job]):
             log.error("profile %s could not be written, and is kept in memory: %s", job.id, error)
 
     async def _note_failure(self, job: Job, error: Exception) -> None:
-        if self._closing and isinstance(error, Killed):
+        settings = self._settings
+        if isinstance(error, Problem):
+            job.problem = error
+        elif self._closing and isinstance(error, Killed):
             job.problem = stopping()
         else:
-            job.problem = self._problem(error)
+            limit_s = f"{settings.profile_timeout_s:g} s (PLACER_PROFILE_TIMEOUT_S)"
+            job.problem = graph_problem(error, "measure", limit_s, settings.profile_memory_bytes)
         is_expected = isinstance(error, Problem | MissingPackage | Refused | Killed | Crashed)
         if job.problem.name == "not-measured":
             trace = None if is_expected else error
@@ -120,14 +124,6 @@ class Measurements(Runner[Job]):
                 await asyncio.to_thread(self._store.delete_graph, job.id, self._settings.node_name)
             except StoreError as unwritten:
                 log.error("the end of graph %s could not be written: %s", job.id, unwritten)
-
-    def _problem(self, error: Exception) -> Problem:
-        """Return the problem of a measurement that failed."""
-        settings = self._settings
-        if isinstance(error, Problem):
-            return error
-        limit_s = f"{settings.profile_timeout_s:g} s (PLACER_PROFILE_TIMEOUT_S)"
-        return graph_problem(error, "measure", limit_s, settings.profile_memory_bytes)
 
     def _attributes(self, job: Job) -> dict[str, str]:
         return {"placer.id": job.id}

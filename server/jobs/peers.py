@@ -44,11 +44,6 @@ class LocalSolves(Protocol):
 class Peers:
     """Poller of the other replicas' state, every half second.
 
-    Args:
-        store: The shared store.
-        replicas: This replica's view of it.
-        lease_s: See ``Replicas``.
-
     Attributes:
         store_error: Reason why the store cannot be used at the moment; empty if it can.
     """

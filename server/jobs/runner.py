@@ -40,9 +40,6 @@ class Runner(ABC, Generic[J]):
     methods in the event loop.
 
     Args:
-        settings: Settings of the service.
-        store: Store of the accepted requests and the answers.
-        metrics: Metrics of the service.
         slots: Largest number of jobs that run at the same time.
         places: Largest number of jobs that wait for a slot.
 

@@ -21,8 +21,8 @@ from ..settings import Settings
 from ..store.database import StoreError
 from ..store.replicas import Begun
 from ..store.store import Accepted, Store
-from ..workers.solving import Solver, SolveTask
-from ..workers.worker import Crashed, Died, Killed, MemoryExceeded, Worker
+from ..workers.solving import RecoveredSolver, Solved, Solver, SolveTask
+from ..workers.worker import Crashed, Died, Killed, MemoryExceeded, Refused, Worker
 from .job import Question, SolveJob
 from .outcomes import (
     check_limits,
@@ -34,7 +34,6 @@ from .outcomes import (
     store_answer,
 )
 from .peers import Peers
-from .recovery import recovers
 from .runner import Runner
 
 log = logging.getLogger("placer_server")
@@ -49,6 +48,9 @@ FAILURES_KEPT = 1000
 # Threads that write accepted requests, if the store takes several at a time.
 _WRITERS = 4
 
+# Time limit of a recovery in seconds; 20,000 layers take 2 s.
+RECOVERY_S = 30.0
+
 # Maximum attempts of a job whose worker or service was killed each time.
 MAX_STARTS = 3
 
@@ -57,9 +59,6 @@ class Solves(Runner[SolveJob]):
     """Runner of the solves: ``settings.workers`` of them run, and ``settings.queue`` wait.
 
     Args:
-        settings: Settings of the service.
-        store: Store of the accepted requests and the answers.
-        metrics: Metrics of the service.
         solver: Function that solves a request.
         peers: View of the other replicas, if several share the store.
     """
@@ -338,7 +337,7 @@ class Solves(Runner[SolveJob]):
             job.solved = job.worker.run()
         except (Died, Killed, MemoryExceeded) as error:
             job.best = job.worker.best or job.best
-            if self._continues(job, error) or not recovers(job, error, self._settings):
+            if self._continues(job, error) or not _recovers(job, error, self._settings):
                 raise
         job.answer = job.solved.placement if job.solved is not None else empty_placement(job)
         store_answer(job, self._store)
@@ -397,3 +396,33 @@ class Solves(Runner[SolveJob]):
             for job in self._running.values()
         ]
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(min(left, default=1))))
+
+
+def _recovers(job: SolveJob, error: Exception, settings: Settings) -> bool:
+    """Recover the answer of a job whose worker was killed, and return whether it has one.
+
+    The answer is ``job.best``, the best placement that the worker reported; ``job.solved`` is set.
+    A stopped job may also have none.
+    """
+    job.solved = _checked(job, str(error), settings) if job.best is not None else None
+    job.recovered = job.solved is not None
+    return job.recovered or (job.stopped and isinstance(error, Killed))
+
+
+def _checked(job: SolveJob, reason: str, settings: Settings) -> Solved | None:
+    """Return the reported placement after a check in a worker, or None if it is invalid."""
+    assert job.best is not None
+    job.worker = Worker(
+        SolveTask(RecoveredSolver(job.best, reason), job.id),
+        job.payload,
+        limit_s=RECOVERY_S,
+        grace_s=settings.stop_grace_s,
+        memory_bytes=settings.worker_memory_bytes,
+    )
+    try:
+        solved: Solved = job.worker.run()
+    except (Refused, Crashed, Killed) as error:
+        log.error("the best placement of solve %s cannot be used: %s", job.id, error)
+        return None
+    log.warning("solve %s is answered with its best placement so far: %s", job.id, reason)
+    return solved

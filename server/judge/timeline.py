@@ -125,10 +125,6 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     place of micro-batches. Of objective ``generation`` it shows a mean pass. Where parameters rest
     on the host, a pass takes as long as the first micro-batch, with its waits for their copies.
 
-    Args:
-        request: Request that the placement answers.
-        placement: Placement with a map.
-
     Raises:
         InputError: The placement has no map, its map cannot run, or the request does not allow its
             choice.
@@ -193,9 +189,8 @@ def _batch(request: PlacementRequest, placement: Placement) -> _Batch:
     shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
     problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
     held = placement.in_flight or result.in_flight
-    has_room, room = (
-        (partial(_fit_in_flight, held), [min(one, shown) for one in held]) if held else (None, None)
-    )
+    has_room = partial(_fit_in_flight, held) if held else None
+    room = [min(one, shown) for one in held] if held else None
     plan = pipelines.plan_of(problem, pipeline, has_room, room)
     if result.exchanges:
         pipeline = with_exchanges(pipeline, dict(result.exchanges))
@@ -379,23 +374,13 @@ def trace(shown: Timeline) -> str:
         for copy in shown.copies
     ]
     passes_end_ms = shown.step_ms - max(spent.optimizer_ms for spent in shown.devices)
-    rows += [
-        Row(
-            spent.device,
-            "optimizer",
-            None,
-            None,
-            0,
-            passes_end_ms,
-            passes_end_ms + spent.optimizer_ms,
-        )
-        for spent in shown.devices
-        if spent.optimizer_ms
-    ]
+    for spent in shown.devices:
+        if spent.optimizer_ms:
+            end_ms = passes_end_ms + spent.optimizer_ms
+            rows.append(Row(spent.device, "optimizer", None, None, 0, passes_end_ms, end_ms))
     devices = [spent.device for spent in shown.devices]
-    return json.dumps(
-        {"traceEvents": events({"predicted": rows}, devices), "displayTimeUnit": "ms"}
-    )
+    made = events({"predicted": rows}, devices)
+    return json.dumps({"traceEvents": made, "displayTimeUnit": "ms"})
 
 
 def _most_chunks(stages: int, devices: int) -> int:

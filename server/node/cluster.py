@@ -1,16 +1,27 @@
-"""This node's devices and links, measured once."""
+"""Devices and links: measured once on this node, registered elsewhere, joined for several nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from ..problem import Problem
+import placer
+from placer.schema import Cluster, Device, Link
+
+from ..problem import Problem, clip
 from ..settings import Settings
 from ..workers.measuring import measure_devices
 from ..workers.worker import Crashed, Killed, MissingPackage, Refused, Task, Worker
 
+if TYPE_CHECKING:
+    import httpx
+
 log = logging.getLogger("placer_server")
+
+REGISTER_EVERY_S = 60.0
+RETRY_S = 10.0
 
 
 class NodeCluster:
@@ -72,3 +83,87 @@ class NodeCluster:
         """End a running measurement."""
         if self._worker is not None:
             self._worker.stop()
+
+
+async def register_forever(settings: Settings, node: NodeCluster) -> None:
+    """Register this node's devices at ``settings.register_url``, now and every minute."""
+    # The import takes 0.1 s, which only services that register should spend.
+    import httpx
+
+    where = f"{settings.register_url.rstrip('/')}/v1/nodes/{settings.node_name}"
+    headers = {"Content-Type": "application/json", "User-Agent": f"placer/{placer.__version__}"}
+    if settings.register_key.get_secret_value():
+        headers["Authorization"] = f"Bearer {settings.register_key.get_secret_value()}"
+    failed = ""
+    async with httpx.AsyncClient(headers=headers, timeout=30) as client:
+        while True:
+            problem = await _register(client, where, node)
+            if problem and problem != failed:
+                log.error(
+                    "this node could not be registered at %s: %s", settings.register_url, problem
+                )
+            elif not problem and failed:
+                log.info("this node is registered at %s", settings.register_url)
+            failed = problem
+            await asyncio.sleep(RETRY_S if problem else REGISTER_EVERY_S)
+
+
+async def _register(client: httpx.AsyncClient, where: str, node: NodeCluster) -> str:
+    """Register once, and return the error message, or an empty string."""
+    import httpx
+
+    try:
+        reply = await client.put(where, content=await node.get())
+    except Problem as problem:
+        return problem.detail
+    except httpx.HTTPError as error:
+        return str(error) or type(error).__name__
+    return "" if reply.is_success else f"{reply.status_code}: {clip(reply.text, 300)}"
+
+
+def join(clusters: Mapping[str, Cluster], network_bytes_per_s: float, latency_s: float) -> Cluster:
+    """Join the devices of several nodes into one cluster.
+
+    A transfer between nodes passes both hosts' memories and the network, one after the other.
+
+    Args:
+        clusters: Clusters by the name of the node.
+        network_bytes_per_s: Bandwidth between any two nodes, in each direction.
+        latency_s: Latency of a transfer over the network in seconds.
+    """
+    devices: list[Device] = []
+    links: list[Link] = []
+    for node, cluster in clusters.items():
+        devices += [
+            one.model_copy(update={"name": f"{node}/{one.name}", "host": node})
+            for one in cluster.devices
+        ]
+        links += [
+            one.model_copy(
+                update={"source": f"{node}/{one.source}", "target": f"{node}/{one.target}"}
+            )
+            for one in cluster.links
+        ]
+    links += [
+        _over_network(source, target, network_bytes_per_s, latency_s)
+        for source in devices
+        for target in devices
+        if source.host != target.host
+    ]
+    return Cluster(devices=tuple(devices), links=tuple(links))
+
+
+def _over_network(source: Device, target: Device, bytes_per_s: float, latency_s: float) -> Link:
+    # Host to host over the network, plus device to host and host to device where measured.
+    seconds_per_byte = 1 / bytes_per_s
+    for rate in (source.to_host, target.from_host):
+        if rate is not None:
+            seconds_per_byte += 1 / rate.bandwidth_bytes_per_s
+            latency_s += rate.latency_s
+    return Link(
+        source=source.name,
+        target=target.name,
+        bandwidth_bytes_per_s=1 / seconds_per_byte,
+        latency_s=latency_s,
+        route="host",
+    )

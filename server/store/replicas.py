@@ -165,11 +165,9 @@ class Replicas:
         return found
 
     def begin(self, key: str, starts: int) -> Begun:
-        """Record that a worker starts a job, and return whether the job is still to be done here.
+        """Record a start of a job, and return whether the job is still to be done here.
 
-        Args:
-            key: The job's id.
-            starts: Number of starts, including this one.
+        ``starts`` is the number of starts, including this one.
         """
 
         def work(connection: sa.Connection) -> Begun:

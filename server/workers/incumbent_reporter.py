@@ -20,11 +20,7 @@ TIME_SHARE = 0.05
 
 
 class IncumbentReporter:
-    """Thread that turns incumbents into placements and sends them.
-
-    Args:
-        send: Called with each placement as JSON.
-    """
+    """Thread that turns incumbents into placements and sends them."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
