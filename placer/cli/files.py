@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -28,6 +28,7 @@ from placer.schema import (
     Profile,
     Progress,
 )
+from placer.schema.base import Wire
 from placer.schema.joint import JointPlacement
 from placer.schema.refinement import Refinement
 from placer.utils.atomic_files import write_whole
@@ -38,33 +39,10 @@ WIDTH = 200
 Answer = Profile | Placement | JointPlacement | Refinement | Measurement | Evaluation | Estimate
 """The result of a command."""
 
-Subject = (
-    Profile
-    | Placement
-    | JointPlacement
-    | PlacementRequest
-    | Refinement
-    | Cluster
-    | Measurement
-    | Evaluation
-    | Estimate
-)
+Subject = Answer | PlacementRequest | Cluster
 """The content of a file."""
 
-KINDS: dict[
-    str,
-    type[
-        Profile
-        | Placement
-        | JointPlacement
-        | PlacementRequest
-        | Refinement
-        | Cluster
-        | Progress
-        | Evaluation
-        | Estimate
-    ],
-] = {
+KINDS: dict[str, type[Wire]] = {
     "weights_only": Estimate,
     "placements": JointPlacement,
     "rounds": Refinement,
@@ -131,10 +109,10 @@ def print_table(subject: Answer | Cluster | Progress) -> None:
         people().print(_progress_text(subject))
     elif isinstance(subject, JointPlacement):
         people().print(joint_table(subject), crop=False)
+    elif isinstance(subject, Refinement):
+        people().print(refinement_table(subject))
     else:
-        people().print(
-            refinement_table(subject) if isinstance(subject, Refinement) else table(subject)
-        )
+        people().print(table(subject))
 
 
 def _progress_text(progress: Progress) -> str:
@@ -206,10 +184,8 @@ def load_map(file: str) -> Placement | LayerMap | dict[str, str]:
     # a layer may be named layer_devices, too
     where = content.get("layer_devices") if isinstance(content, dict) else None
     if isinstance(where, dict) and content.keys() <= LayerMap.model_fields.keys():
-        try:
+        with _blamed(file):
             return LayerMap.model_validate(content)
-        except InputError as error:
-            raise InputError(f"{_named(file)}: {error}") from error
     if isinstance(content, dict) and all(isinstance(value, str) for value in content.values()):
         return content
     found = _typed(content, text, file)
@@ -240,21 +216,25 @@ def _typed(content: Any, text: str, file: str) -> Subject | Progress:
         raise InputError(
             f"{_named(file)} holds an error of the service: {fields.get('detail', 'no details')}"
         )
-    if "measured" in fields:
-        try:
+    with _blamed(file):
+        if "measured" in fields:
             return Measurement.from_json(text)
-        except InputError as error:
-            raise InputError(f"{_named(file)}: {error}") from error
-    for field, kind in KINDS.items():
-        if field in fields:
-            try:
-                return kind.model_validate(content)
-            except InputError as error:
-                raise InputError(f"{_named(file)}: {error}") from error
+        for field, kind in KINDS.items():
+            if field in fields:
+                return cast(Subject | Progress, kind.model_validate(content))
     raise InputError(
         f"{_named(file)} holds no profile, placement, request, refinement, cluster, measurement,"
         " evaluation or estimate; give a file that a command of placer wrote with -o"
     )
+
+
+@contextmanager
+def _blamed(file: str) -> Iterator[None]:
+    """Add the name of the file to an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{_named(file)}: {error}") from error
 
 
 def load_placement(file: str) -> Placement:

@@ -13,7 +13,7 @@ from placer.cli.files import people
 from placer.cli.options import AsJson
 from placer.cli.terminal import extra, spinner
 from placer.errors import InputError
-from placer.profiler.cache.file_cache import Cache, open_cache
+from placer.profiler.cache.file_cache import open_cache
 from placer.utils.units import bytes_text, count_text
 
 
@@ -75,13 +75,9 @@ def cache(
     if found is None:
         raise InputError("PLACER_CACHE turns the cache off; name a folder with --folder")
     if action == "clear":
-        print(
-            f"{count_text(found.clear(older_than), 'entry', 'entries')} removed from {found.folder}"
-        )
+        removed = count_text(found.clear(older_than), "entry", "entries")
+        print(f"{removed} removed from {found.folder}")
     else:
-        print(_size(found))
-
-
-def _size(found: Cache) -> str:
-    count, total_bytes = found.size()
-    return f"{found.folder}: {count_text(count, 'entry', 'entries')}, {bytes_text(total_bytes)}"
+        count, total_bytes = found.size()
+        entries = count_text(count, "entry", "entries")
+        print(f"{found.folder}: {entries}, {bytes_text(total_bytes)}")

@@ -27,8 +27,6 @@ with extra("torch"):
     import torch
     from torch import Tensor, nn
 
-__all__ = ["load_function", "load_model", "parse_inputs"]
-
 
 def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
     """Return the model that a callable makes, or that a module holds.

@@ -11,12 +11,22 @@ form of their own on a command line.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial, wraps
 from types import UnionType
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from pydantic import BaseModel
@@ -50,8 +60,20 @@ class Spelled:
     read: Callable[[Mapping[str, Any], Sequence[str]], Any]
 
 
-def _one(name: str, kind: Any, flags: str, help: str, metavar: str | None = None) -> Any:
+def _one(name: str, kind: Any, help: str, metavar: str | None = None, flags: str = "") -> Any:
+    """Return one parameter by name; its flag is the name unless ``flags`` says otherwise."""
+    flags = flags or f"--{name.replace('_', '-')}"
     return {name: (kind, typer.Option(flags, metavar=metavar, help=help))}
+
+
+def _word(name: str, kind: Any, help: str, metavar: str | None = None, flags: str = "") -> Spelled:
+    """Return a field of one parameter, whose word is the field's value."""
+    return Spelled(_one(name, kind, help, metavar, flags), lambda given, _: given[name])
+
+
+def _size(name: str, help: str) -> Spelled:
+    """Return a field in bytes that is given as a size with a unit."""
+    return Spelled(_one(name, str | None, help, "SIZE"), lambda given, _: parse_bytes(given[name]))
 
 
 def _loss_function(spec: str | None) -> Any:
@@ -69,39 +91,26 @@ def _granularity(word: str) -> str | int:
 
 # Fields that are not here become an option by the general rule. None: the field is no option.
 SPELLED: dict[str, Spelled | None] = {
-    "training": Spelled(
-        _one(
-            "training",
-            bool | None,
-            "--training/--inference",
-            "place a training step, or inference; by default a training step, or as profiled",
-        ),
-        lambda given, _: given["training"],
+    "training": _word(
+        "training",
+        bool | None,
+        "place a training step, or inference; by default a training step, or as profiled",
+        flags="--training/--inference",
     ),
-    "contiguous": Spelled(
-        _one(
-            "contiguous",
-            bool | None,
-            "--contiguous/--free",
-            "data may not leave a stage and come back to it; or it may",
-        ),
-        lambda given, _: given["contiguous"],
+    "contiguous": _word(
+        "contiguous",
+        bool | None,
+        "data may not leave a stage and come back to it; or it may",
+        flags="--contiguous/--free",
     ),
     "pinned": Spelled(
-        _one(
-            "pin",
-            list[str],
-            "--pin",
-            "the layer must be on the device; repeatable",
-            "LAYER=DEVICE",
-        ),
+        _one("pin", list[str], "the layer must be on the device; repeatable", "LAYER=DEVICE"),
         lambda given, names: shared_options.pins(names, given["pin"]),
     ),
     "forbidden": Spelled(
         _one(
             "forbid",
             list[str],
-            "--forbid",
             "the layer must not be there; * for every layer; repeatable",
             "LAYER=DEVICE",
         ),
@@ -109,89 +118,49 @@ SPELLED: dict[str, Spelled | None] = {
     ),
     "colocated": None,
     "recompute": Spelled(
-        {
-            **_one(
-                "recompute",
-                bool,
-                "--recompute",
-                "where memory would not suffice otherwise, keep less and compute forward passes"
-                " twice",
-            ),
-            **_one(
-                "recompute_on",
-                list[str],
-                "--recompute-on",
-                "never, auto or always, for one device; repeatable",
-                "DEVICE=WORD",
-            ),
-        },
+        _one(
+            "recompute",
+            bool,
+            "where memory would not suffice otherwise, keep less and compute forward passes twice",
+        )
+        | _one(
+            "recompute_on",
+            list[str],
+            "never, auto or always, for one device; repeatable",
+            "DEVICE=WORD",
+        ),
         lambda given, names: shared_options.recomputing(
             names, given["recompute"], given["recompute_on"]
         ),
     ),
     "generation": Spelled(
-        {
-            **_one(
-                "prompt_tokens",
-                int | None,
-                "--prompt-tokens",
-                "objective generation: tokens of a prompt",
-            ),
-            **_one(
-                "new_tokens",
-                int | None,
-                "--new-tokens",
-                "objective generation: tokens that are generated after it",
-            ),
-            **_one(
-                "sequences_in_flight",
-                int | None,
-                "--sequences-in-flight",
-                "objective generation: generations at the same time; by default 1",
-            ),
-        },
+        _one("prompt_tokens", int | None, "objective generation: tokens of a prompt")
+        | _one("new_tokens", int | None, "objective generation: tokens that are generated after it")
+        | _one(
+            "sequences_in_flight",
+            int | None,
+            "objective generation: generations at the same time; by default 1",
+        ),
         lambda given, _: shared_options.generation(
             given["prompt_tokens"], given["new_tokens"], given["sequences_in_flight"]
         ),
     ),
     "optimizer": Spelled(
-        _one(
-            "optimizer",
-            str,
-            "--optimizer",
-            "whose state counts in training: adam, sgd, ... or none",
-        ),
+        _one("optimizer", str, "whose state counts in training: adam, sgd, ... or none"),
         lambda given, _: None if given["optimizer"] == "none" else given["optimizer"],
     ),
     "granularity": Spelled(
-        _one(
-            "granularity",
-            str,
-            "--granularity",
-            "how layers are cut: auto, blocks, submodule, fine or a depth",
-        ),
+        _one("granularity", str, "how layers are cut: auto, blocks, submodule, fine or a depth"),
         lambda given, _: _granularity(given["granularity"]),
     ),
     "cache": Spelled(
-        {
-            **_one(
-                "cache",
-                str | None,
-                "--cache",
-                "where measurements are kept, and found again",
-                "FOLDER",
-            ),
-            **_one("no_cache", bool, "--no-cache", "measure everything, and keep nothing"),
-        },
+        _one("cache", str | None, "where measurements are kept, and found again", "FOLDER")
+        | _one("no_cache", bool, "measure everything, and keep nothing"),
         lambda given, _: shared_options.cache_folder(given["cache"], given["no_cache"]),
     ),
     "loss_fn": Spelled(
         _one(
-            "loss",
-            str | None,
-            "--loss",
-            "package.module:function of output and target, in training",
-            "NAME",
+            "loss", str | None, "package.module:function of output and target, in training", "NAME"
         ),
         lambda given, _: _loss_function(given["loss"]),
     ),
@@ -199,7 +168,6 @@ SPELLED: dict[str, Spelled | None] = {
         _one(
             "target",
             str | None,
-            "--target",
             "the target of the loss, for one micro-batch: 8:int64",
             "SHAPE[:DTYPE]",
         ),
@@ -209,7 +177,6 @@ SPELLED: dict[str, Spelled | None] = {
         _one(
             "batch_options",
             str | None,
-            "--batch-options",
             'the batch dimension and the loss, as in \'{"inputs": 1, "reduction": "sum"}\'',
             "JSON",
         ),
@@ -219,65 +186,32 @@ SPELLED: dict[str, Spelled | None] = {
         _one(
             "batch_sizes",
             str | None,
-            "--batch-sizes",
             "objective step: micro-batch sizes to measure and choose from",
             "8,16",
         ),
         lambda given, _: shared_options.sample_counts(given["batch_sizes"]),
     ),
-    "dtype": Spelled(
-        _one(
-            "dtype",
-            str | None,
-            "--dtype",
-            "of parameters and floating-point inputs, as bfloat16; by default the model's own",
-        ),
-        lambda given, _: given["dtype"],
+    "dtype": _word(
+        "dtype",
+        str | None,
+        "of parameters and floating-point inputs, as bfloat16; by default the model's own",
     ),
-    "reserve_bytes": Spelled(
-        _one(
-            "reserve",
-            str | None,
-            "--reserve",
-            "memory of each device for the CUDA context and libraries; by default 512MiB",
-            "SIZE",
-        ),
-        lambda given, _: parse_bytes(given["reserve"]),
+    "reserve_bytes": _size(
+        "reserve", "memory of each device for the CUDA context and libraries; by default 512MiB"
     ),
-    "host_memory_bytes": Spelled(
-        _one(
-            "host_memory",
-            str | None,
-            "--host-memory",
-            "host memory for parameters that do not fit on the devices; by default none",
-            "SIZE",
-        ),
-        lambda given, _: parse_bytes(given["host_memory"]),
+    "host_memory_bytes": _size(
+        "host_memory", "host memory for parameters that do not fit on the devices; by default none"
     ),
-    "disk_bytes": Spelled(
-        _one(
-            "disk",
-            str | None,
-            "--disk",
-            "disk space for parameters that do not fit in --host-memory either; by default none",
-            "SIZE",
-        ),
-        lambda given, _: parse_bytes(given["disk"]),
+    "disk_bytes": _size(
+        "disk", "disk space for parameters that do not fit in --host-memory either; by default none"
     ),
-    "disk_folder": Spelled(
-        _one(
-            "disk_folder",
-            str | None,
-            "--disk-folder",
-            "folder on whose disk parameters may rest, to measure how fast it is read",
-            "FOLDER",
-        ),
-        lambda given, _: given["disk_folder"],
+    "disk_folder": _word(
+        "disk_folder",
+        str | None,
+        "folder on whose disk parameters may rest, to measure how fast it is read",
+        "FOLDER",
     ),
-    "compile": Spelled(
-        _one("compile", bool, "--compile", "measure stages as they run under torch.compile"),
-        lambda given, _: given["compile"],
-    ),
+    "compile": _word("compile", bool, "measure stages as they run under torch.compile"),
     "timer": None,
 }
 
@@ -347,12 +281,7 @@ def _option_of_path(kind: type[BaseModel], path: str) -> Iterator[tuple[str, str
 def parameters(
     kind: type[BaseModel], leave_out: frozenset[str] = frozenset()
 ) -> Iterator[inspect.Parameter]:
-    """Yield the parameters of a command that give the fields of options.
-
-    Args:
-        kind: the options.
-        leave_out: fields that are no options of the command.
-    """
+    """Yield the parameters of a command that give the fields of options."""
     for name, field in kind.model_fields.items():
         if name in leave_out:
             continue
@@ -388,17 +317,15 @@ def expanded(
         shown: list[inspect.Parameter] = []
         for own in inspect.signature(command, eval_str=True).parameters.values():
             if own.name == "words" and kind is not None:
-                found = list(parameters(kind, leave_out))
-                groups["words"] = (_gathered(kind), found)
-                shown += found
+                groups["words"] = (partial(_words, kind), list(parameters(kind, leave_out)))
+                shown += groups["words"][1]
             elif is_dataclass(own.annotation) and isinstance(own.annotation, type):
-                found = list(_members(own.annotation))
-                groups[own.name] = (own.annotation, found)
-                shown += found
+                groups[own.name] = (own.annotation, list(_members(own.annotation)))
+                shown += groups[own.name][1]
             else:
                 shown.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
-        @functools.wraps(command)
+        @wraps(command)
         def run(**given: Any) -> None:
             for group, (make, members) in groups.items():
                 inner = {one.name: given.pop(one.name, one.default) for one in members}
@@ -417,23 +344,17 @@ def show(command: Any, parameters: Sequence[inspect.Parameter]) -> None:
     command.__annotations__ = {one.name: one.annotation for one in parameters}
 
 
-def _gathered(kind: type[Wire]) -> Callable[..., Words[Any]]:
-    return lambda **given: Words(kind, given)
+def _words(kind: type[Wire], **given: Any) -> Words[Any]:
+    return Words(kind, given)
 
 
 def _members(group: Any) -> Iterator[inspect.Parameter]:
     """Yield the fields of a dataclass of typer options as parameters."""
-    types = inspect.get_annotations(group, eval_str=True)
-    for base in group.__mro__[1:-1]:
-        types = {**inspect.get_annotations(base, eval_str=True), **types}
+    types = get_type_hints(group, include_extras=True)
     for field in fields(group):
         default = field.default if field.default is not MISSING else []
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=types[field.name],
-        )
+        kind = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(field.name, kind, default=default, annotation=types[field.name])
 
 
 def _nested(name: str, field: FieldInfo) -> type[BaseModel] | None:

@@ -184,10 +184,6 @@ def limits(names: Sequence[str], texts: Sequence[str]) -> dict[str, int]:
 def limited(cluster: Cluster, texts: Sequence[str]) -> Cluster:
     """Return the cluster with the memory that a placement may use of its devices.
 
-    Args:
-        cluster: the devices as measured.
-        texts: see ``limits``.
-
     Raises:
         InputError: there is no such device, or a text holds no size.
     """
@@ -203,11 +199,6 @@ def generation(
     prompt_tokens: int | None, new_tokens: int | None, sequences_in_flight: int | None
 ) -> GenerationOptions:
     """Return what is generated.
-
-    Args:
-        prompt_tokens: of a prompt.
-        new_tokens: after a prompt.
-        sequences_in_flight: generations at the same time; None for one.
 
     Raises:
         InputError: a number is missing or too small.

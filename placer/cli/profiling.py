@@ -53,8 +53,7 @@ def profile(
     gather: Annotated[
         bool,
         typer.Option(
-            "--gather",
-            help="under torchrun: every host measures its devices; the first prints all",
+            "--gather", help="under torchrun: every host measures its devices; the first prints all"
         ),
     ] = False,
     *,
@@ -68,7 +67,9 @@ def profile(
             " leave one out"
         )
     if merge:
-        printed.emit(_limited(merged(model, network), measured.memory))
+        between = None if network is None else _rate(network)
+        found = merge_profiles(*map(load_profile, model), network=between)
+        printed.emit(_limited(found, measured.memory))
         return
     if len(model) > 1 or network is not None:
         raise InputError(
@@ -83,7 +84,7 @@ def profile(
     elif gather:
         # The limits name devices of all hosts, which are known once the profiles are merged.
         alone = Measured(measured.arg, measured.input, measured.devices)
-        merged_profile, is_first = gathered(lambda: _measure(model[0], alone, inference, words)[0])
+        merged_profile, is_first = _gathered(lambda: _measure(model[0], alone, inference, words)[0])
         if is_first:
             printed.emit(_limited(merged_profile, measured.memory))
     else:
@@ -117,11 +118,6 @@ def _measure(
 def _names(output: str | None, sizes: Sequence[int], as_json: bool) -> list[str | None]:
     """Return the file of each size, or None for a table on the terminal.
 
-    Args:
-        output: the file that was named; the size goes before its suffix.
-        sizes: the micro-batch sizes.
-        as_json: whether JSON was asked for.
-
     Raises:
         InputError: stdout cannot hold several profiles.
     """
@@ -142,21 +138,7 @@ def _limited(measured: Profile, memory: Sequence[str]) -> Profile:
     return measured.model_copy(update={"cluster": limited(measured.cluster, memory)})
 
 
-def merged(files: Sequence[str], network: str | None) -> Profile:
-    """Return the profiles in the files, merged into one.
-
-    Args:
-        files: the names of the files; ``-`` for stdin.
-        network: the link between two hosts, as ``rate`` reads it.
-
-    Raises:
-        InputError: a file holds something else, or the profiles do not belong together.
-    """
-    profiles = map(load_profile, files)
-    return merge_profiles(*profiles, network=None if network is None else rate(network))
-
-
-def rate(text: str) -> Rate:
+def _rate(text: str) -> Rate:
     """Return a link between hosts, from ``BANDWIDTH[,LATENCY]``: ``100Gbit/s,20us``, ``12GB/s``.
 
     Raises:
@@ -169,7 +151,7 @@ def rate(text: str) -> Rate:
     )
 
 
-def gathered(measure: Callable[[], Profile]) -> tuple[Profile, bool]:
+def _gathered(measure: Callable[[], Profile]) -> tuple[Profile, bool]:
     """Measure every host, in the processes that torchrun started.
 
     Returns:

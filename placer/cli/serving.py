@@ -15,10 +15,7 @@ SETTINGS: dict[str, dict[str, tuple[type, str]]] = {
     "Where it listens": {
         "host": (str, "the address; 0.0.0.0 for every interface; default: 127.0.0.1"),
         "port": (int, "the port; 0 takes a free one; default: 8080"),
-        "tls_cert": (
-            str,
-            "a certificate chain in PEM; without one the service speaks plain HTTP",
-        ),
+        "tls_cert": (str, "a certificate chain in PEM; without one the service speaks plain HTTP"),
         "tls_key": (str, "the certificate's private key in PEM"),
     },
     "Who may ask": {
@@ -35,10 +32,7 @@ SETTINGS: dict[str, dict[str, tuple[type, str]]] = {
             "a file, :memory: or postgresql://...; default: a file in your state folder",
         ),
         "keep": (int, "the number of placements to keep; the oldest go first; default: 10000"),
-        "cache_bytes": (
-            int,
-            "memory for answers; default: 32 MiB",
-        ),
+        "cache_bytes": (int, "memory for answers; default: 32 MiB"),
         "lease_s": (
             float,
             "after this time without a sign of life, a replica loses its jobs; default: 10",
@@ -46,10 +40,7 @@ SETTINGS: dict[str, dict[str, tuple[type, str]]] = {
     },
     "What it takes": {
         "max_body_bytes": (int, "the largest request body; default: 16 MiB"),
-        "max_bodies_bytes": (
-            int,
-            "memory for all request bodies together; default: 128 MiB",
-        ),
+        "max_bodies_bytes": (int, "memory for all request bodies together; default: 128 MiB"),
         "body_timeout_s": (float, "how long a client may take to send its body; default: 60"),
         "queue": (int, "solves that may wait for a worker; the next one gets 429; default: 32"),
     },
@@ -66,10 +57,7 @@ SETTINGS: dict[str, dict[str, tuple[type, str]]] = {
         "worker_memory_bytes": (int, "memory of a worker; 0 for no limit; default: 4 GiB"),
         "default_wait_s": (float, "how long a POST waits before the answer is 202; default: 10"),
         "overrun_s": (float, "how far a solve may overrun its own time limit; default: 10"),
-        "stop_grace_s": (
-            float,
-            "how long a stopped solve may take to return its best; default: 2",
-        ),
+        "stop_grace_s": (float, "how long a stopped solve may take to return its best; default: 2"),
     },
     "What it measures": {
         "measure_timeout_s": (

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from placer.cli.files import (
+    Answer,
     load,
     load_any,
     load_profile,
@@ -44,17 +45,7 @@ Html = Annotated[
         help="also write a report with pictures, all in one file",
     ),
 ]
-Shown = (
-    Profile
-    | Placement
-    | JointPlacement
-    | Refinement
-    | Cluster
-    | Measurement
-    | Progress
-    | Evaluation
-    | Estimate
-)
+Shown = Answer | Cluster | Progress
 
 
 def show(
@@ -90,10 +81,8 @@ def show(
             f"--profile {profile} colours the layers of a report; name the report with --html FILE"
         )
     if html is not None:
-        write_text(
-            html,
-            html_report(_placed(subject, file), None if profile is None else load_profile(profile)),
-        )
+        known = None if profile is None else load_profile(profile)
+        write_text(html, html_report(_placed(subject, file), known))
     if svg is not None:
         write_text(svg, picture(_drawable(subject, file)))
     if json:

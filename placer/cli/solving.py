@@ -236,15 +236,12 @@ def _joint_request(
             raise InputError(f"{name!r} is given twice; give each model a name of its own")
         models[name] = ProfiledModel(profile=load_profile(file), runs=runs)
     cluster = limited(JointRequest(models=models).cluster, memory)
-    there = {
-        name: model.model_copy(
-            update={"profile": model.profile.model_copy(update={"cluster": cluster})}
-        )
-        for name, model in models.items()
-    }
+    for name, model in models.items():
+        profile = model.profile.model_copy(update={"cluster": cluster})
+        models[name] = model.model_copy(update={"profile": profile})
     options = words.read([device.name for device in cluster.devices])
     given = {name: getattr(options, name) for name in options.model_fields_set}
-    return JointRequest(models=there, **given)
+    return JointRequest(models=models, **given)
 
 
 def _parts(text: str) -> tuple[str, str, int]:

@@ -34,11 +34,7 @@ class _Closed(io.StringIO):
 
 
 class _Output:
-    """A stream of output, which may be a full disk or a pipe whose reader has left.
-
-    Args:
-        stream: the stream.
-    """
+    """A stream of output, which may be a full disk or a pipe whose reader has left."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
