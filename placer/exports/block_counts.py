@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -60,11 +59,8 @@ class BlockCounts(Format):
     def sizes(self, plan: Plan, units: Sequence[Unit]) -> dict[Unit, int]:
         """Return the number of blocks of each unit.
 
-        Blocks without layers, which compute nothing, count for the unit before them.
-
-        Args:
-            plan: the placement.
-            units: all units that have blocks, in execution order.
+        The units are all that have blocks, in execution order. Blocks without layers, which compute
+        nothing, count for the unit before them.
 
         Raises:
             PlacementError: the model has no such list of blocks.
@@ -77,10 +73,6 @@ class BlockCounts(Format):
         """Return the number of blocks of the model's list.
 
         Without the model, blocks after the last one that computes something are not known.
-
-        Args:
-            plan: the placement.
-            units: all units that have blocks, in execution order.
 
         Raises:
             PlacementError: the model has no such list.
@@ -105,10 +97,7 @@ class BlockCounts(Format):
     ) -> dict[str, str]:
         """Return the device of each layer from the number of blocks of each stage.
 
-        Args:
-            counts: the number of blocks of each stage.
-            layers: the names of all layers, in execution order.
-            devices: the names of the devices; stage i is on device i.
+        Stage i is on device i.
 
         Raises:
             InputError: there are more stages than devices, the counts do not add up, or a stage
@@ -131,30 +120,15 @@ class BlockCounts(Format):
         return found
 
     def placed_blocks(self, units: Sequence[Unit], on: Sequence[str]) -> dict[str, str]:
-        """Return the device of each layer of units from the device of each block.
-
-        Args:
-            units: all units that have blocks.
-            on: the device of each block, by the number of the block.
+        """Return the device of each layer of units from the device of each block, by its number.
 
         Raises:
             InputError: the blocks of a unit are on several devices.
         """
-        found: dict[str, str] = {}
-        for unit in units:
-            first, *others = sorted(unit.keys, key=_index)
-            for other in others:
-                if on[_index(other)] != on[_index(first)]:
-                    raise InputError(
-                        f"{self.title} cuts before {other!r}, which shares calls with "
-                        f"{first!r}; move the cut"
-                    )
-            found |= dict.fromkeys(unit.layers, on[_index(first)])
-        return found
-
-    @abstractmethod
-    def text(self, plan: Plan) -> str:
-        """See ``Format.text``."""
+        ordered = [Unit(tuple(sorted(unit.keys, key=_index)), unit.layers) for unit in units]
+        return self.placed_whole(
+            ordered, {key: on[_index(key)] for unit in units for key in unit.keys}
+        )
 
 
 def around_blocks(layers: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -66,11 +66,7 @@ class ChildCounts(Format):
     ) -> dict[str, str]:
         """Return the device of each layer from the number of children of each stage.
 
-        Args:
-            counts: the number of children of each stage; more than the children that have layers
-                if others follow them.
-            layers: the names of all layers, in execution order.
-            devices: the names of the devices; stage i is on device i.
+        Stage i is on device i. The counts may include children without layers at the end.
 
         Raises:
             InputError: there are more stages than devices, the counts do not add up, or a stage
@@ -84,18 +80,10 @@ class ChildCounts(Format):
                 f"the model has at least {len(children)}; the counts must add up"
             )
         ends = list(accumulate(counts))
-        stage_of = {child: bisect_right(ends, index) for index, child in enumerate(children)}
-        found: dict[str, str] = {}
-        for unit in self.units(layers):
-            first, *others = unit.keys
-            for key in others:
-                if stage_of[key] != stage_of[first]:
-                    raise InputError(
-                        f"{self.title} cuts before {key!r}, which shares calls with {first!r}; "
-                        "move the cut"
-                    )
-            found |= dict.fromkeys(unit.layers, devices[stage_of[first]])
-        return found
+        device_of = {
+            child: devices[bisect_right(ends, index)] for index, child in enumerate(children)
+        }
+        return self.placed_whole(self.units(layers), device_of)
 
     def _keys(self, layers: Sequence[str]) -> list[str]:
         """Return the children that have layers, in execution order.

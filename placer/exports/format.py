@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from placer.errors import InputError, PlacementError
@@ -17,6 +17,8 @@ from placer.utils.units import count_text
 
 class Format(ABC):
     """A format in which another engine takes a placement.
+
+    In all methods, ``layers`` are the names of all layers, in execution order.
 
     Attributes:
         name: as users write it.
@@ -44,24 +46,19 @@ class Format(ABC):
 
     @abstractmethod
     def units(self, layers: Sequence[str]) -> list[Unit]:
-        """Return the groups of layers that the format places as a whole.
-
-        Args:
-            layers: the names of all layers, in execution order.
-        """
+        """Return the groups of layers that the format places as a whole."""
 
     def kept_whole(self, layers: Sequence[str], model: Any) -> list[tuple[str, ...]]:
-        """Return further groups of layers that the engine keeps on one device for this model.
-
-        Args:
-            layers: the names of all layers, in execution order.
-            model: the ``nn.Module`` to place.
-        """
+        """Return further groups of layers that the engine keeps on one device for this model."""
         return []
 
     @abstractmethod
     def text(self, plan: Plan) -> str:
-        """Return the text for the engine; ``export`` has checked the number of replicas."""
+        """Return the text for the engine; ``export`` has checked the number of replicas.
+
+        Raises:
+            PlacementError: the format cannot express the placement.
+        """
 
     @abstractmethod
     def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
@@ -102,9 +99,6 @@ class Format(ABC):
     def export(self, plan: Plan) -> Export:
         """Return the placement in this format.
 
-        Args:
-            plan: the placement.
-
         Raises:
             PlacementError: the format cannot express it, or the model is not the one that was
                 placed.
@@ -142,9 +136,6 @@ class Format(ABC):
     def restricted(self, request: PlacementRequest) -> PlacementRequest:
         """Return the request with rules of the engine that units and segments do not express.
 
-        Args:
-            request: for this format.
-
         Raises:
             InputError: the request demands what the format cannot express.
         """
@@ -157,6 +148,24 @@ class Format(ABC):
                 f"{self.title} states {count_text(stages, 'stage')}, and there are "
                 f"{count_text(len(devices), 'device')}; give as many devices as stages"
             )
+
+    def placed_whole(self, units: Sequence[Unit], device_of: Mapping[str, str]) -> dict[str, str]:
+        """Return the device of each layer of units, of which a text places the parts.
+
+        Raises:
+            InputError: the parts of a unit are on several devices.
+        """
+        found: dict[str, str] = {}
+        for unit in units:
+            first, *others = unit.keys
+            for other in others:
+                if device_of[other] != device_of[first]:
+                    raise InputError(
+                        f"{self.title} cuts before {other!r}, which shares calls with {first!r}; "
+                        "move the cut"
+                    )
+            found |= dict.fromkeys(unit.layers, device_of[first])
+        return found
 
     @property
     def advice(self) -> str:

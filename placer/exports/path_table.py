@@ -58,10 +58,6 @@ class PathTable(Generic[V]):
     def one_of(self, layer: str, kind: str = "") -> V:
         """Return the value that holds for the whole of a layer.
 
-        Args:
-            layer: its name.
-            kind: of the values, for errors: ``"stage "``.
-
         Raises:
             InputError: no value, or several, hold for parts of the layer.
         """

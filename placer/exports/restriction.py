@@ -61,12 +61,7 @@ def expressible(request: PlacementRequest) -> PlacementRequest:
 
 
 def restricted_reason(request: PlacementRequest, reason: Infeasibility) -> Infeasibility:
-    """Return the reason against a request with what its format requires in addition.
-
-    Args:
-        request: with the format.
-        reason: why no placement answers ``expressible(request)``.
-    """
+    """Return the reason against a request with what its format requires in addition."""
     assert request.for_format is not None  # the caller restricted it
     form = format_named(request.for_format)
     also = (

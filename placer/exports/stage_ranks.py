@@ -13,11 +13,6 @@ from placer.utils.units import count_text
 def json_object(text: str, title: str, keys: Sequence[str]) -> dict[str, Any]:
     """Return an object that a text contains as JSON.
 
-    Args:
-        text: to read.
-        title: the format's name, for messages.
-        keys: the fields that the object must have.
-
     Raises:
         InputError: the text is not JSON, or is not an object with these fields.
     """

@@ -35,8 +35,6 @@ FORMATS: dict[str, Format] = {
 }
 """Each format, by the name that users write."""
 
-__all__ = ["FORMATS", "format_named"]
-
 
 def format_named(name: Any) -> Format:
     """Return a format by its name.

@@ -11,12 +11,7 @@ from itertools import accumulate
 from math import inf
 
 from placer.errors import InputError, PlacementError
-from placer.exports.block_counts import (
-    BlockCounts,
-    around_blocks,
-    known_blocks,
-    units_with_ends,
-)
+from placer.exports.block_counts import BlockCounts, around_blocks, known_blocks, units_with_ends
 from placer.exports.plan import Plan
 from placer.exports.units import Unit
 from placer.schema.base import in_order
@@ -90,20 +85,11 @@ class LlamaCpp(BlockCounts):
         return request.model_copy(update=changed)
 
     def units(self, layers: Sequence[str]) -> list[Unit]:
-        """Return the embedding, the blocks and the output layer.
-
-        Raises:
-            PlacementError: the model has no list of blocks, or several, or does not run the blocks
-                in the list's order.
-        """
+        """Return the embedding, the blocks and the output layer; see ``BlockCounts.units``."""
         return units_with_ends(super().units(layers), layers, EMBEDDING, OUTPUT)
 
     def text(self, plan: Plan) -> str:
-        """Return both options.
-
-        Raises:
-            PlacementError: the format cannot express the placement.
-        """
+        """Return both options; see ``Format.text``."""
         counts = self._gpu_layers(plan)
         split = f" --tensor-split {','.join(map(str, counts.values()))}" if counts else ""
         return f"--n-gpu-layers {sum(counts.values())}{split}"
@@ -123,15 +109,10 @@ class LlamaCpp(BlockCounts):
     def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
         """Return the device of each layer; see ``Format.read``.
 
-        Args:
-            text: a command line, or only its options. ``--device`` with names such as ``CUDA1``
-                selects and orders the GPUs. Options without a meaning for layers are ignored.
-            layers: the names of all layers, in execution order.
-            devices: the GPUs in llama.cpp's order and, if it keeps layers there, the host
-                (``cpu:0``). CPU stand-ins count as GPUs if no device is a GPU.
-
-        Raises:
-            InputError: the text is not in this format, or does not fit the layers or devices.
+        The text is a command line, or only its options. ``--device`` with names such as ``CUDA1``
+        selects and orders the GPUs. Options without a meaning for layers are ignored. The devices
+        are the GPUs in llama.cpp's order and, if it keeps layers there, the host (``cpu:0``). CPU
+        stand-ins count as GPUs if no device is a GPU.
         """
         options = _options(text)
         hosts = _hosts(devices)

@@ -42,12 +42,7 @@ class Megatron(BlockCounts):
     copies_shared = True
 
     def units(self, layers: Sequence[str]) -> list[Unit]:
-        """Return the embedding, the blocks, the MTP layers and the output layer.
-
-        Raises:
-            PlacementError: the model has no list of blocks, or several, or does not run the blocks
-                in the list's order.
-        """
+        """Return the embedding, blocks, MTP layers and output layer; see ``BlockCounts.units``."""
         begin = next((i for i, layer in enumerate(layers) if _mtp_blocks(layer)), len(layers))
         end = max((i + 1 for i, layer in enumerate(layers) if _mtp_blocks(layer)), default=begin)
         found = units_with_ends(super().units(layers[:begin]), layers[:begin], EMBEDDING, LOSS)
@@ -63,8 +58,7 @@ class Megatron(BlockCounts):
     def text(self, plan: Plan) -> str:
         """Return the layout; devices with several segments have virtual stages.
 
-        Raises:
-            PlacementError: the format cannot express the placement.
+        See ``Format.text``.
         """
         return "|".join(map(_shortened, self._stages(plan)))
 
@@ -88,14 +82,9 @@ class Megatron(BlockCounts):
     def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
         """Return the device of each layer; see ``Format.read``.
 
-        Args:
-            text: the layout, with or without spaces, commas and repetitions.
-            layers: the names of all layers, in execution order.
-            devices: one for each pipeline rank. If there are fewer stages than devices, the first
-                ones are used, and otherwise stage i is on device ``i % len(devices)``.
-
-        Raises:
-            InputError: the text is not in this format, or does not fit the layers or devices.
+        The text may have spaces, commas and repetitions. There is a device for each pipeline rank.
+        If there are fewer stages than devices, the first ones are used, and otherwise stage i is on
+        device ``i % len(devices)``.
         """
         stages = _parsed(text)
         ranks = min(len(devices), len(stages))

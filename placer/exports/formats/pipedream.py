@@ -10,6 +10,7 @@ from typing import Any
 from placer.errors import InputError
 from placer.exports.format import Format
 from placer.exports.plan import Plan
+from placer.exports.python_data import whole_numbers
 from placer.exports.stage_ranks import first_ranks, json_object
 from placer.exports.units import Unit, units_in_order
 from placer.schema.base import WHOLE
@@ -45,11 +46,7 @@ class PipeDream(Format):
         return units_in_order(layers, lambda module: module or WHOLE)
 
     def text(self, plan: Plan) -> str:
-        """Return the file's content.
-
-        Raises:
-            PlacementError: the format cannot express the placement.
-        """
+        """Return the file's content; see ``Format.text``."""
         segments = self.segments(plan)
         stages = [stage for stage, segment in enumerate(segments) for _ in segment.units]
         ranks, begin = {}, 0
@@ -79,16 +76,7 @@ class PipeDream(Format):
         return [*found, *super().notes(plan)]
 
     def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
-        """Return the device of each layer; see ``Format.read``.
-
-        Args:
-            text: the file's content.
-            layers: the names of all layers, in execution order.
-            devices: the names of the devices; rank i is on device i.
-
-        Raises:
-            InputError: the text is not in this format, or does not fit the layers or devices.
-        """
+        """Return the device of each layer; see ``Format.read``."""
         content = json_object(text, self.title, (MODULES, RANKS))
         units = self.units(layers)
         stages = _numbers(content[MODULES], MODULES)
@@ -118,8 +106,7 @@ class PipeDream(Format):
 
 def _numbers(value: Any, name: str) -> list[int]:
     """Return a list of numbers from 0, as JSON gave it."""
-    if not isinstance(value, list) or not all(
-        isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in value
-    ):
+    numbers = whole_numbers(value)
+    if numbers is None or min(numbers, default=0) < 0:
         raise InputError(f"{name} is {json.dumps(value)!r:.80}; give a list of numbers from 0")
-    return value
+    return numbers

@@ -104,12 +104,7 @@ def _calls(layers: Iterable[str]) -> Counter[str]:
 
 
 class _Runs:
-    """Where in the execution order each module runs.
-
-    Args:
-        layers: the names of all layers, in execution order.
-        paths: of the modules in question.
-    """
+    """Where in the execution order each module runs."""
 
     def __init__(self, layers: Sequence[str], paths: Sequence[str]) -> None:
         self._layers = layers

@@ -70,13 +70,7 @@ class Piper(Format):
     def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
         """Return the device of each layer; see ``Format.read``.
 
-        Args:
-            text: the JSON.
-            layers: the names of all layers, in execution order; node i is layer i.
-            devices: the names of the devices; stages take them in order, one for each replica.
-
-        Raises:
-            InputError: the text is not in this format, or does not fit the layers or devices.
+        Node i is layer i. Stages take the devices in order, one for each replica.
         """
         stages = json_object(text, self.title, ("stages",))["stages"]
         if not isinstance(stages, list) or not all(map(_is_stage, stages)):

@@ -46,11 +46,7 @@ class TorchTitan(Format):
         return units_in_order(layers, _part)
 
     def text(self, plan: Plan) -> str:
-        """Return the modules of each stage, as JSON; see ``Format.text``.
-
-        Raises:
-            PlacementError: the format cannot express the placement, or the model is another one.
-        """
+        """Return the modules of each stage, as JSON; see ``Format.text``."""
         found = self.segments(plan)
         parts = [[key for unit in segment.units for key in unit.keys] for segment in found]
         if not any(parts):

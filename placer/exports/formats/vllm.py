@@ -34,13 +34,7 @@ class VLLM(BlockCounts):
     def read(self, text: str, layers: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
         """Return the device of each layer; see ``Format.read``.
 
-        Args:
-            text: the value, or ``VLLM_PP_LAYER_PARTITION=`` and the value.
-            layers: the names of all layers, in execution order.
-            devices: the names of the devices; rank i is on device i.
-
-        Raises:
-            InputError: the text is not in this format, or does not fit the layers or devices.
+        The text is the value, or ``VLLM_PP_LAYER_PARTITION=`` and the value.
         """
         value = text.strip().removeprefix("VLLM_PP_LAYER_PARTITION=").strip("\"'")
         try:
