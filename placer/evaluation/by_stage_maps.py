@@ -17,7 +17,7 @@ from placer.evaluation.faults import (
     memory_faults,
     not_contiguous,
 )
-from placer.evaluation.map_costs import ReplicatedCosts
+from placer.evaluation.map_costs import MapCosts
 from placer.exports.formats import format_named
 from placer.schema import Fault, Placement, PlacementRequest, Profile, Schedule
 from placer.schema.base import FormatName
@@ -40,14 +40,7 @@ _REMEDY = "Different numbers of replicas need stages between which all values ru
 def require_units_fit(
     request: PlacementRequest, where: Map, replicas: Replicas, form: FormatName | None
 ) -> None:
-    """Raise an InputError unless the replicas of each stage can share units of a measured size.
-
-    Args:
-        request: the question.
-        where: the device of each layer.
-        replicas: by device of the map, of different numbers.
-        form: the format to which the user restricts placements, if any.
-    """
+    """Raise an InputError unless the replicas of each stage can share units of a measured size."""
     counts = {name: len(members) for name, members in members_of(where, replicas).items()}
     if form is not None and not format_named(form).replicates_by_stage:
         raise InputError(
@@ -122,7 +115,7 @@ def _require_alike_devices(request: PlacementRequest, replicas: Replicas) -> Non
 
 def evaluated_by_stage(
     request: PlacementRequest, where: Map, replicas: Replicas, chosen_by: Placement | None = None
-) -> ReplicatedCosts:
+) -> MapCosts:
     """Return the costs and the faults of a map whose stages have different numbers of replicas.
 
     Args:
@@ -184,14 +177,10 @@ def _faults_of_map(request: PlacementRequest, where: Map, replicas: Replicas) ->
     ]
 
 
-def _costs(
-    request: PlacementRequest, groups: GroupMap | None, faults: list[Fault]
-) -> ReplicatedCosts:
+def _costs(request: PlacementRequest, groups: GroupMap | None, faults: list[Fault]) -> MapCosts:
     """Return the costs of groups with all faults; no costs without an order or a link."""
-    if groups is None:
-        return ReplicatedCosts(None, (), (), tuple(faults))
-    found = groups.model.costs(groups.groups)
-    if found is None:
-        return ReplicatedCosts(None, (), (), tuple(faults))
+    found = None if groups is None else groups.model.costs(groups.groups)
+    if groups is None or found is None:
+        return MapCosts(tuple(faults))
     loads = all_loads(request, loads_of_groups(request.devices, groups.groups, found))
-    return ReplicatedCosts(found.value, groups.stages, loads, (*faults, *memory_faults(loads)))
+    return MapCosts((*faults, *memory_faults(loads)), found.value, groups.stages, loads)

@@ -7,7 +7,7 @@ from typing import Any
 
 from placer.errors import InputError, kind_of
 from placer.evaluation.faults import name_faults
-from placer.evaluation.map_costs import MapCosts, ReplicatedCosts, costs_of_map
+from placer.evaluation.map_costs import costs_of_map
 from placer.evaluation.replicated_maps import evaluated_with_replicas, require_replicas_fit
 from placer.exports.formats import format_named
 from placer.exports.restriction import expressible
@@ -32,8 +32,6 @@ from placer.solver.step import step_answer
 from placer.solver.step.choices import best_for, question_of, questions
 from placer.solver.step.state_on_host import asked_with
 from placer.utils.option_checks import require_flags
-
-__all__ = ["evaluate", "evaluated", "for_format", "map_of", "with_best"]
 
 
 def evaluate(
@@ -110,10 +108,6 @@ def for_format(request: PlacementRequest, format: FormatName | None) -> Placemen
     """Return the request for placements that a format can express.
 
     If the format allows any order of devices, so does the request, unless it says otherwise.
-
-    Args:
-        request: the request.
-        format: the format; None to return the request itself.
 
     Raises:
         InputError: the format is unknown, or the request has another one.
@@ -208,10 +202,7 @@ def evaluated(
 
 
 def _evaluated(
-    request: PlacementRequest,
-    given: LayerMap,
-    best: Placement | None,
-    chosen_by: Placement | None,
+    request: PlacementRequest, given: LayerMap, best: Placement | None, chosen_by: Placement | None
 ) -> Evaluation:
     """Return what ``evaluated`` does, for a request whose optimizer state has its place."""
     form, request = request.for_format, expressible(request)
@@ -225,7 +216,6 @@ def _evaluated(
     if faults:
         # Unknown names make every other check meaningless.
         return nothing.model_copy(update={"faults": tuple(faults)})
-    cost: MapCosts | ReplicatedCosts
     if replicas:
         cost = evaluated_with_replicas(request, where, replicas, chosen_by, form)
     else:

@@ -17,13 +17,7 @@ MAX_NAMED = 20
 
 
 def name_faults(request: PlacementRequest, where: Map, replicas: Replicas) -> Iterator[Fault]:
-    """Yield the layers without a device, and the unknown layers and devices.
-
-    Args:
-        request: the request.
-        where: the device of each layer.
-        replicas: by device of the map; empty without replicas.
-    """
+    """Yield the layers without a device, and the unknown layers and devices."""
     layers = {layer.name for layer in request.profile.layers}
     devices = [device.name for device in request.devices]
     if missing := [layer.name for layer in request.profile.layers if layer.name not in where]:
@@ -76,12 +70,7 @@ def _group_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
 
 
 def device_count_faults(request: PlacementRequest, devices: Collection[str]) -> Iterator[Fault]:
-    """Yield the violated limits on the number of devices.
-
-    Args:
-        request: the request.
-        devices: all devices that hold layers.
-    """
+    """Yield the violated limits on the number of devices."""
     rules, used = request.constraints, sorted(devices)
     if rules.max_devices is not None and len(used) > rules.max_devices:
         detail = f"it uses {count_text(len(used), 'device')}; max_devices is {rules.max_devices}"
@@ -148,13 +137,7 @@ def exchange_faults(request: PlacementRequest, replicas: Replicas) -> Iterator[F
 
 
 def faults_of_all(request: PlacementRequest, where: Map, replicas: Replicas) -> list[Fault]:
-    """Return the violated requirements that are about all pipelines together.
-
-    Args:
-        request: the question.
-        where: the device of each layer.
-        replicas: by device of the map.
-    """
+    """Return the violated requirements that are about all pipelines together."""
     maps = maps_of_pipelines(where, replicas)
     found = [
         *device_count_faults(request, {device for own in maps for device in own.values()}),
@@ -168,12 +151,8 @@ def faults_of_all(request: PlacementRequest, where: Map, replicas: Replicas) -> 
 def not_contiguous(request: PlacementRequest, where: Map, remedy: str) -> Fault:
     """Return the fault of stages that form a cycle.
 
-    Removing devices without an input, and then devices without an output, leaves the cycle.
-
-    Args:
-        request: the request.
-        where: the device of each layer.
-        remedy: what the user can do, and what the cost assumes.
+    Removing devices without an input, and then devices without an output, leaves the cycle. The
+    remedy says what the user can do, and what the cost assumes.
     """
     feeds = {
         (where[edge.source], where[target])

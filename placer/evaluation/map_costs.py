@@ -26,43 +26,18 @@ class MapCosts(NamedTuple):
     """A map, evaluated.
 
     Attributes:
-        problem: with which it was evaluated.
-        result: its costs; None if a link is missing.
-        loads: of each device; empty without costs.
         faults: the violated requirements.
-    """
-
-    problem: Problem
-    result: costs.Costs | None
-    loads: tuple[DeviceLoad, ...]
-    faults: tuple[Fault, ...]
-
-    @property
-    def value(self) -> float | None:
-        """The objective; None without costs."""
-        return None if self.result is None else self.result.objective_value
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The devices that hold layers, in pipeline order; empty without costs."""
-        stages = () if self.result is None else self.result.stages
-        return tuple(self.problem.devices[number].name for number in stages)
-
-
-class ReplicatedCosts(NamedTuple):
-    """A map with replicas, evaluated.
-
-    Attributes:
         value: the objective; None if a link is missing.
-        stages: the first device of each stage, in pipeline order.
-        loads: of each device of the request; empty if a link is missing.
-        faults: the violated requirements.
+        stages: the devices that hold layers, in pipeline order; of replicas, the first of a stage.
+        loads: of each device; empty if a link is missing.
+        result: the costs of a pipeline; None if a link is missing, and of several pipelines.
     """
 
-    value: float | None
-    stages: tuple[str, ...]
-    loads: tuple[DeviceLoad, ...]
     faults: tuple[Fault, ...]
+    value: float | None = None
+    stages: tuple[str, ...] = ()
+    loads: tuple[DeviceLoad, ...] = ()
+    result: costs.Costs | None = None
 
 
 def costs_of_map(
@@ -92,10 +67,11 @@ def costs_of_map(
         faults.append(not_contiguous(request, where, _remedy(form)))
         result = costs.evaluate(replace(problem, contiguous=False), assignment)
     if result is None:
-        return MapCosts(problem, None, (), tuple(faults))
+        return MapCosts(tuple(faults))
     loads = device_loads(problem, assignment, result)
     faults += [*memory_faults(loads), *time_faults(request, loads)]
-    return MapCosts(problem, result, loads, tuple(faults))
+    stages = tuple(problem.devices[number].name for number in result.stages)
+    return MapCosts(tuple(faults), result.objective_value, stages, loads, result)
 
 
 def _remedy(form: FormatName | None) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from placer.errors import InputError
 from placer.evaluation.by_stage_maps import evaluated_by_stage, require_units_fit
 from placer.evaluation.faults import faults_of_all
-from placer.evaluation.map_costs import MapCosts, ReplicatedCosts, costs_of_map
+from placer.evaluation.map_costs import MapCosts, costs_of_map
 from placer.exports.formats import format_named
 from placer.schema import Fault, Placement, PlacementRequest, Schedule
 from placer.schema.base import FormatName
@@ -27,11 +27,7 @@ from placer.solver.replicas.group_maps import (
     members_of,
 )
 from placer.solver.replicas.replica_answer import all_loads, step_of_shares
-from placer.solver.replicas.replica_shapes import (
-    pipelines_of,
-    question_of_replicas,
-    replication_of,
-)
+from placer.solver.replicas.replica_shapes import pipelines_of, question_of_replicas, replication_of
 from placer.solver.replicas.replication import Replication
 from placer.solver.step.choices import kinds
 from placer.utils.units import count_text
@@ -48,14 +44,7 @@ class _Run(NamedTuple):
 def require_replicas_fit(
     request: PlacementRequest, where: Map, replicas: Replicas, form: FormatName | None = None
 ) -> None:
-    """Raise an InputError unless replicas fit a map and can share the request's micro-batches.
-
-    Args:
-        request: the question.
-        where: the device of each layer.
-        replicas: by device of the map.
-        form: the format to which the user restricts placements, if any.
-    """
+    """Raise an InputError unless replicas fit a map and can share the request's micro-batches."""
     if form is not None and not format_named(form).replicates:
         raise InputError(
             f"the map has replicas, and {format_named(form).title} runs one pipeline; leave out "
@@ -125,7 +114,7 @@ def evaluated_with_replicas(
     replicas: Replicas,
     chosen_by: Placement | None = None,
     form: FormatName | None = None,
-) -> ReplicatedCosts:
+) -> MapCosts:
     """Return the costs and the faults of a map with replicas, whose names are all known.
 
     Args:
@@ -141,19 +130,16 @@ def evaluated_with_replicas(
     whole = faults_of_all(request, where, replicas)
     exchange = replication_of(request, replicas)
     if exchange is None:
-        return ReplicatedCosts(None, (), (), tuple(whole))
+        return MapCosts(tuple(whole))
     members, value = min(
         _evaluated_runs(request, where, replicas, exchange, chosen_by, form),
         key=lambda one: (sum(len(member.faults) for member in one[0]), one[1] or inf),
     )
-    faults = [*whole, *_faults_of_each(members)]
+    faults = (*whole, *_faults_of_each(members))
+    if value is None:
+        return MapCosts(faults)
     loads = {load.device: load for member in members for load in member.loads}
-    return ReplicatedCosts(
-        value,
-        members[0].stages if value is not None else (),
-        all_loads(request, loads) if value is not None else (),
-        tuple(faults),
-    )
+    return MapCosts(faults, value, members[0].stages, all_loads(request, loads))
 
 
 def _faults_of_each(members: Sequence[MapCosts]) -> Iterator[Fault]:
