@@ -12,8 +12,6 @@ from itertools import accumulate
 
 from placer.utils.units import Text
 
-__all__ = ["Bar", "Chart", "Part", "bars", "columns", "drawing", "legend"]
-
 WIDTH = 960
 """Width of every chart in its own units; the page scales it."""
 
@@ -109,17 +107,9 @@ def columns(chart: Chart) -> tuple[str, int]:
         for part, below, above in zip(parts, tops, tops[1:], strict=False):
             if above > below:
                 words = f"{label}: {part.name} {chart.text(part.values[index])}"
+                x, width = _LEFT + index * step, step * (0.9 if step > 3 else 1.0)
                 y, height = _TOP + plot * (1 - above / most), plot * (above - below) / most
-                shapes.append(
-                    _rect(
-                        _LEFT + index * step,
-                        y,
-                        step * (0.9 if step > 3 else 1.0),
-                        height,
-                        part.color,
-                        words,
-                    )
-                )
+                shapes.append(_rect(x, y, width, height, part.color, words))
     if labels:
         shapes.append(_label(_LEFT, _HEIGHT - 8, labels[0], "start", "faint"))
         shapes.append(_label(WIDTH, _HEIGHT - 8, labels[-1], "end", "faint"))
@@ -132,23 +122,16 @@ def bars(rows: Sequence[Bar], text: Text) -> tuple[str, int]:
     Returns:
         The shapes, and their height.
     """
-    most = (
-        max(
-            (max(sum(value for _, _, value in row.values), row.limit or 0.0) for row in rows),
-            default=0,
-        )
-        or 1.0
-    )
-    scale = (WIDTH - _NAMES - _FIGURES) / most
+    longest = (max(sum(value for _, _, value in row.values), row.limit or 0.0) for row in rows)
+    scale = (WIDTH - _NAMES - _FIGURES) / (max(longest, default=0) or 1.0)
     shapes = []
     for number, row in enumerate(rows):
         y, x = number * _STEP + 4, float(_NAMES)
         shapes.append(_label(_NAMES - 8, y + 13, row.label, "end"))
         for name, color, value in row.values:
             if value > 0:
-                shapes.append(
-                    _rect(x, y, value * scale, _BAR, color, f"{row.label}: {name} {text(value)}")
-                )
+                words = f"{row.label}: {name} {text(value)}"
+                shapes.append(_rect(x, y, value * scale, _BAR, color, words))
                 x += value * scale
         if row.limit is not None:
             at = _NAMES + row.limit * scale

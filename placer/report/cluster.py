@@ -10,8 +10,6 @@ from placer.report.topology import islands
 from placer.schema import Cluster, Device, Link, Rate
 from placer.utils.units import bandwidth_text, bytes_text, seconds_text
 
-__all__ = ["cluster_table", "fault_texts", "island_texts"]
-
 # links shown in a table; a machine with eight GPUs has 56
 _SHOWN_LINKS = 12
 _LOADS = {
@@ -66,13 +64,11 @@ def island_texts(cluster: Cluster) -> list[str]:
     found = islands(cluster)
     if len(found) < 2 or len(found) == len(cluster.devices):
         return []
+    hosts = [f"{island.host}: " if island.host else "" for island in found]
     return [
-        f"joined by faster links: {_on(island.host)}{', '.join(island.devices)}" for island in found
+        f"joined by faster links: {host}{', '.join(island.devices)}"
+        for host, island in zip(hosts, found, strict=True)
     ]
-
-
-def _on(host: str) -> str:
-    return f"{host}: " if host else ""
 
 
 def _grid(title: str, headings: list[str]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -17,8 +17,6 @@ from placer.report.shares import kept_bytes
 from placer.schema import DeviceLoad, Layer, Placement, Profile
 from placer.schema.placement import holders
 from placer.utils.units import bytes_text, ms_text
-
-__all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "comparison_table"]
 
 _WHICH = ("first", "second")
 
@@ -131,10 +129,6 @@ Comparison = ProfileComparison | PlacementComparison
 def compare(first: object, second: object) -> Comparison:
     """Compare two profiles or two placements.
 
-    Args:
-        first: a profile or a placement.
-        second: the same kind of object.
-
     Raises:
         InputError: if they are of different or unsupported kinds.
     """
@@ -150,12 +144,10 @@ def _profiles(first: Profile, second: Profile) -> ProfileComparison:
     here, there = ({layer.name: layer for layer in profile.layers} for profile in (first, second))
     kinds = sorted({kind for layer in (*first.layers, *second.layers) for kind in layer.forward_ms})
     layers = [_layer(name, here.get(name), there.get(name), kinds) for name in {**here, **there}]
-    totals = {kind: _change(_total_ms(first, kind), _total_ms(second, kind)) for kind in kinds}
-    memory = _change(_total_bytes(first), _total_bytes(second))
     return ProfileComparison(
         settings=_differing(first, second, _SETTINGS),
-        time_ms=totals,
-        memory_bytes=memory,
+        time_ms={kind: _change(_total_ms(first, kind), _total_ms(second, kind)) for kind in kinds},
+        memory_bytes=_change(_total_bytes(first), _total_bytes(second)),
         layers=layers,
     )
 
@@ -195,15 +187,11 @@ def _total_bytes(profile: Profile) -> float:
 
 
 def _time_ms(layer: Layer | None, kind: str) -> float | None:
-    if layer is None or kind not in layer.forward_ms:
-        return None
-    return layer.both_ms(kind)
+    return layer.both_ms(kind) if layer is not None and kind in layer.forward_ms else None
 
 
 def _memory_bytes(layer: Layer | None) -> float | None:
-    if layer is None:
-        return None
-    return kept_bytes(layer) + _workspace_bytes(layer)
+    return None if layer is None else kept_bytes(layer) + _workspace_bytes(layer)
 
 
 def _workspace_bytes(layer: Layer) -> int:
@@ -211,10 +199,6 @@ def _workspace_bytes(layer: Layer) -> int:
 
 
 def _placements(first: Placement, second: Placement) -> PlacementComparison:
-    here, there = (
-        {load.device: load for load in placement.devices} for placement in (first, second)
-    )
-    names = list(here | there)
     alike = first.objective == second.objective
     return PlacementComparison(
         settings=_differing(
@@ -225,13 +209,8 @@ def _placements(first: Placement, second: Placement) -> PlacementComparison:
         objective=first.objective if alike else "",
         objective_value=_change(first.objective_value, second.objective_value if alike else None),
         bound=_change(first.bound, second.bound if alike else None),
-        load_ms={
-            name: _change(_load_ms(here.get(name)), _load_ms(there.get(name))) for name in names
-        },
-        memory_bytes={
-            name: _change(_held_bytes(here.get(name)), _held_bytes(there.get(name)))
-            for name in names
-        },
+        load_ms=_by_device(first, second, lambda load: load.load_ms),
+        memory_bytes=_by_device(first, second, lambda load: load.memory.total_bytes),
         moves=_moves(
             holders(first.layer_devices, first.replicas),
             holders(second.layer_devices, second.replicas),
@@ -239,12 +218,12 @@ def _placements(first: Placement, second: Placement) -> PlacementComparison:
     )
 
 
-def _load_ms(load: DeviceLoad | None) -> float | None:
-    return None if load is None else load.load_ms
-
-
-def _held_bytes(load: DeviceLoad | None) -> float | None:
-    return None if load is None else load.memory.total_bytes
+def _by_device(
+    first: Placement, second: Placement, of: Callable[[DeviceLoad], float]
+) -> dict[str, Change]:
+    """Return the changes of a figure of the devices' loads."""
+    here, there = ({load.device: of(load) for load in one.devices} for one in (first, second))
+    return {name: _change(here.get(name), there.get(name)) for name in here | there}
 
 
 def _moves(first: Mapping[str, str], second: Mapping[str, str]) -> list[Move]:

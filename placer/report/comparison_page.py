@@ -11,16 +11,11 @@ from placer.report.page import legend, page
 from placer.report.rendering import PAGE_WIDTH, plain_text
 from placer.utils.units import bytes_text, ms_text
 
-__all__ = ["comparison_report"]
-
 _SHOWN = 12
 
 
 def comparison_report(found: Comparison) -> str:
     """Return a report with bars for the largest changes and the whole table.
-
-    Args:
-        found: from ``compare``.
 
     Returns:
         One self-contained HTML document.
@@ -62,13 +57,8 @@ def _bars(title: str, changes: Mapping[str, Change], text: Callable[[float], str
         for which, color, value in (("first", 0, change.first), ("second", 1, change.second)):
             figure = "-" if value is None else text(value)
             label = name if which == "first" else ""
-            rows.append(
-                Bar(
-                    label,
-                    [(which, color, value or 0.0)],
-                    figure + (ratio if which == "second" else ""),
-                )
-            )
+            figure += ratio if which == "second" else ""
+            rows.append(Bar(label, [(which, color, value or 0.0)], figure))
     return (
         f"<h2>{escape(title)}</h2>{legend([('first', 0), ('second', 1)])}"
         f"{drawing(title, *bars(rows, text))}"

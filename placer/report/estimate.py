@@ -12,8 +12,6 @@ from placer.report.rendering import Fitting
 from placer.schema import DeviceEstimate, Estimate
 from placer.utils.units import bytes_text, count_text, devices_text
 
-__all__ = ["estimate_table", "headline", "remarks"]
-
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "parameters": ("param_bytes", "buffer_bytes"),
     "gradients": ("grad_bytes",),

@@ -21,11 +21,7 @@ VISIBLE = 0.005
 
 
 def evaluation_table(found: Evaluation) -> RenderableType:
-    """Return an evaluation as a rich renderable.
-
-    Args:
-        found: the evaluation of a map.
-    """
+    """Return an evaluation as a rich renderable."""
     style = "bold green" if found.valid else "bold red"
     # one line whatever the width is, for readers of pipes and for search
     parts: list[RenderableType] = [
@@ -41,11 +37,7 @@ def evaluation_table(found: Evaluation) -> RenderableType:
 
 
 def verdict(found: Evaluation) -> str:
-    """Return one line: the map's value or first fault, and what the best placement would gain.
-
-    Args:
-        found: the evaluation of a map.
-    """
+    """Return one line: the map's value or first fault, and what the best placement would gain."""
     if found.faults:
         more = f" (and {len(found.faults) - 1} more)" if len(found.faults) > 1 else ""
         line = f"not valid: {found.faults[0].detail}{more}"

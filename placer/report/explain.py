@@ -28,16 +28,6 @@ from placer.schema import (
 from placer.schema.base import Objective
 from placer.utils.units import bytes_text, count_text, ms_text
 
-__all__ = [
-    "MEASURES",
-    "device_table",
-    "explain",
-    "proven",
-    "segment_texts",
-    "table",
-    "value_text",
-]
-
 MEASURES: dict[Objective, str] = {
     "throughput": "bottleneck per micro-batch",
     "step": "a whole batch",
@@ -117,43 +107,40 @@ def proven(placement: Placement) -> list[str]:
     If there is no placement, the lines explain why.
     """
     if placement.infeasible is not None or not placement.layer_devices:
-        return _no_placement(placement)
-    lines = [f"objective   {_objective_text(placement)}"]
+        return [*_no_placement(placement)]
+    return [*_found(placement)]
+
+
+def _found(placement: Placement) -> Iterator[str]:
+    yield f"objective   {_objective_text(placement)}"
     if placement.bound is not None:
         gap = "" if placement.gap is None else f", gap {placement.gap:.2%}"
-        lines.append(f"bound       {value_text(placement.objective, placement.bound)}{gap}")
+        yield f"bound       {value_text(placement.objective, placement.bound)}{gap}"
     method = f" by {placement.method}" if placement.method else ""
-    lines.append(f"status      {placement.status}: {_STATUSES[placement.status]}")
-    lines.append(f"solve time  {placement.solve_time_s:.3f} s{method}")
-    lines.append(f"one device  {_single_text(placement)}")
+    yield f"status      {placement.status}: {_STATUSES[placement.status]}"
+    yield f"solve time  {placement.solve_time_s:.3f} s{method}"
+    yield f"one device  {_single_text(placement)}"
     if placement.recompute:
-        lines.append(
-            f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less "
-            "meanwhile"
-        )
-    lines += _resting(placement)
+        devices = ", ".join(placement.recompute)
+        yield f"recompute   {devices} run forwards once more, and keep less meanwhile"
+    yield from _resting(placement)
     if placement.step is not None:
-        lines += _step(placement, placement.step)
+        yield from _step(placement, placement.step)
     else:
-        lines.append(f"batch       {_choice_text(placement)}")
-        lines += _shares(placement)
-    lines += _generation(placement)
-    if placement.tie_breaks is not None:
-        ties = placement.tie_breaks
+        yield f"batch       {_choice_text(placement)}"
+        yield from _shares(placement)
+    yield from _generation(placement)
+    if (ties := placement.tie_breaks) is not None:
         least = "none as good has less" if ties.proven else "the least that was found"
-        lines.append(
+        yield (
             f"ties        {ties.transfer_ms:.4g} ms of transfers, "
-            f"{ties.imbalance_ms:.4g} ms apart: "
-            f"{least}"
+            f"{ties.imbalance_ms:.4g} ms apart: {least}"
         )
     if placement.limits is not None:
-        lines.append(f"limited by  {placement.limits.kind}: {placement.limits.detail}")
-        lines += [
-            f"would help  {help.change}: {value_text(placement.objective, help.objective_value)}, "
-            f"{help.speedup:.2f}x"
-            for help in placement.limits.improvements
-        ]
-    return lines
+        yield f"limited by  {placement.limits.kind}: {placement.limits.detail}"
+        for help in placement.limits.improvements:
+            value = value_text(placement.objective, help.objective_value)
+            yield f"would help  {help.change}: {value}, {help.speedup:.2f}x"
 
 
 def segment_texts(placement: Placement) -> list[str]:
@@ -182,12 +169,7 @@ def _title(placement: Placement) -> str:
 
 
 def device_table(loads: Sequence[DeviceLoad], title: str) -> RenderableType:
-    """Return the layers, times and memory of each device as a table.
-
-    Args:
-        loads: the loads of the devices.
-        title: above the table.
-    """
+    """Return the layers, times and memory of each device as a table."""
     return Fitting(_devices(loads, title), _devices(loads, title, shares=False))
 
 
@@ -239,109 +221,90 @@ def _memory_text(load: DeviceLoad, shares: bool) -> str:
     return f"{number if limit.endswith(f' {unit}') else used} / {limit}{share}"
 
 
-def _resting(placement: Placement) -> list[str]:
-    """Return a line about parameters or optimizer state on the host; nothing without either."""
+def _resting(placement: Placement) -> Iterator[str]:
+    """Yield a line about parameters or optimizer state on the host, if there are some."""
     if placement.optimizer_state == "host" and placement.layer_devices:
-        return ["optimizer   its state rests on the host, and each step copies it there and back"]
-    loads = [load for load in placement.devices if load.resting_bytes]
-    if not loads:
-        return []
+        yield "optimizer   its state rests on the host, and each step copies it there and back"
+        return
     copies = ", ".join(
         f"{load.device} {bytes_text(load.resting_bytes)} in {ms_text(load.streaming_ms)}"
         + (f", {bytes_text(load.disk_bytes)} of them from the disk" if load.disk_bytes else "")
-        for load in loads
+        for load in placement.devices
+        if load.resting_bytes
     )
-    return [
-        f"on the host parameters of {count_text(len(placement.resting), 'layer')}, copied in each "
-        f"pass: {copies}"
-    ]
+    if copies:
+        layers = count_text(len(placement.resting), "layer")
+        yield f"on the host parameters of {layers}, copied in each pass: {copies}"
 
 
-def _step(placement: Placement, step: Step) -> list[str]:
-    """Return lines about the whole batch, and the best alternatives."""
+def _step(placement: Placement, step: Step) -> Iterator[str]:
+    """Yield lines about the whole batch, and the best alternatives."""
     rate = "" if step.samples_per_s is None else f", {step.samples_per_s:.4g} samples/s"
-    lines = [
+    yield (
         f"batch       {count_text(step.batch_size, 'sample')}: {_choice_text(placement)}{rate}, "
-        f"devices idle {step.bubble:.0%}",
-    ]
+        f"devices idle {step.bubble:.0%}"
+    )
     if step.isolated_ms is not None and step.steady_state_ms is not None:
-        row = ms_text(step.steady_state_ms)
-        lines.append(
-            f"a step      {row} steady-state, as in a training loop; "
+        yield (
+            f"a step      {ms_text(step.steady_state_ms)} steady-state, as in a training loop; "
             f"{ms_text(step.isolated_ms)} isolated"
         )
-    lines += [*_replicas(placement, step), *_sharded(placement)]
+    if shapes := _shape_texts(step):
+        yield f"shapes      {'; '.join(shapes)}"
+    if placement.replicas:
+        yield from _shares(placement)
+        yield (
+            f"exchange    gradient reduction takes {ms_text(step.reduction_ms)}, of which "
+            f"{ms_text(step.reduction_hidden_ms)} are hidden"
+        )
+    yield from _sharded(placement)
     others = [
-        # the best one is reported already
-        choice
+        (choice.objective_value, _choice_text(choice))
         for choice in step.choices
+        # the best one is reported already
         if choice.objective_value not in (None, placement.objective_value)
     ]
-    for choice in sorted(others, key=lambda choice: choice.objective_value or 0.0)[:MOST_OTHERS]:
-        lines.append(
-            f"instead     {_choice_text(choice)}: {ms_text(choice.objective_value or 0.0)}"
-        )
-    return lines
+    for value, text in sorted(others, key=lambda one: one[0] or 0.0)[:MOST_OTHERS]:
+        yield f"instead     {text}: {ms_text(value or 0.0)}"
 
 
-def _sharded(placement: Placement) -> list[str]:
-    """Return lines about a sharded step, with its code; nothing without one."""
-    found = placement.sharded
-    if found is None:
-        return []
+def _sharded(placement: Placement) -> Iterator[str]:
+    """Yield lines about a sharded step, with its code, if there is one."""
+    if (found := placement.sharded) is None:
+        return
     value = placement.objective_value
     faster = f"predicted {value / found.step_ms:.2f}x faster: " if value and found.step_ms else ""
-    code = [f"            {line}".rstrip() for line in found.code.splitlines()]
-    return [f"FSDP2       {faster}{found.text}:", *code]
+    yield f"FSDP2       {faster}{found.text}:"
+    yield from (f"            {line}".rstrip() for line in found.code.splitlines())
 
 
-def _generation(placement: Placement) -> list[str]:
-    """Return lines about the tokens and the cache; nothing under other objectives."""
-    found = placement.generation
-    if found is None:
-        return []
+def _generation(placement: Placement) -> Iterator[str]:
+    """Yield lines about the tokens and the cache, under objective ``generation``."""
+    if (found := placement.generation) is None:
+        return
     later = "" if found.token_ms is None else f", each later one {ms_text(found.token_ms)}"
-    host = found.host_ms
-    before = "" if host is None else f" and {ms_text(host)} of the host before"
+    before = "" if found.host_ms is None else f" and {ms_text(found.host_ms)} of the host before"
     speed = found.tokens_per_s
     rate = "" if speed is None else f", {speed:,.{0 if speed >= 1000 else 1}f} tokens/s"
     prompt = count_text(found.prompt_tokens, "token")
-    flight = f"{found.sequences_in_flight} in flight"
     cached = ", ".join(
         f"{load.device} {bytes_text(load.memory.cache_bytes)}"
         for load in placement.devices
         if load.memory.cache_bytes
     )
-    copies = ""
+    first = ms_text(found.first_token_ms)
+    yield f"tokens      the first after {first} for a prompt of {prompt}{before}{later}"
+    yield (
+        f"generation  {count_text(found.new_tokens, 'token')} in {ms_text(found.generation_ms)}, "
+        f"{found.sequences_in_flight} in flight{rate}"
+    )
+    yield f"cache       {cached or 'none'}"
     if found.copies and found.copies_tokens_per_s is not None:
         ratio = found.copies_tokens_per_s / speed if speed else 1.0
-        places = count_text(len(found.copies), "device")
-        copies = (
-            f"copies      a whole model on each of {places} has "
+        yield (
+            f"copies      a whole model on each of {count_text(len(found.copies), 'device')} has "
             f"{found.copies_tokens_per_s:,.1f} tokens/s, {ratio:.2f}x"
         )
-    return [
-        f"tokens      the first after {ms_text(found.first_token_ms)} for a prompt of {prompt}"
-        f"{before}{later}",
-        f"generation  {count_text(found.new_tokens, 'token')} in {ms_text(found.generation_ms)}, "
-        f"{flight}{rate}",
-        f"cache       {cached or 'none'}",
-        *([copies] if copies else []),
-    ]
-
-
-def _replicas(placement: Placement, step: Step) -> list[str]:
-    """Return lines about the shapes that were compared, and about shares and their exchange."""
-    lines = []
-    if shapes := _shape_texts(step):
-        lines.append(f"shapes      {'; '.join(shapes)}")
-    if placement.replicas:
-        lines += _shares(placement)
-        lines.append(
-            f"exchange    gradient reduction takes {ms_text(step.reduction_ms)}, of which "
-            f"{ms_text(step.reduction_hidden_ms)} are hidden"
-        )
-    return lines
 
 
 def _shares(placement: Placement) -> list[str]:
@@ -484,38 +447,33 @@ def _single_text(placement: Placement) -> str:
     return f"{faster} over {alone}" if faster else alone
 
 
-def _no_placement(placement: Placement) -> list[str]:
-    if placement.infeasible is None:
-        lines = [
+def _no_placement(placement: Placement) -> Iterator[str]:
+    if placement.infeasible is not None:
+        yield "no placement is possible"
+        yield from _infeasible(placement.infeasible)
+    else:
+        yield (
             f"no placement was found within {placement.solve_time_s:.1f} s; allow more time or "
             "relax a constraint"
-        ]
+        )
         if placement.bound is not None:
-            lines.append(f"bound       {value_text(placement.objective, placement.bound)}")
-        return [*lines, *_sharded(placement)]
-    return [
-        "no placement is possible",
-        *_infeasible(placement.infeasible),
-        *_sharded(placement),
-    ]
+            yield f"bound       {value_text(placement.objective, placement.bound)}"
+    yield from _sharded(placement)
 
 
-def _infeasible(why: Infeasibility) -> list[str]:
-    lines = [f"reason      {why.reason}"]
+def _infeasible(why: Infeasibility) -> Iterator[str]:
+    yield f"reason      {why.reason}"
     if why.layers:
         more = f" and {len(why.layers) - MOST_LAYERS} more" if len(why.layers) > MOST_LAYERS else ""
-        lines.append(f"layers      {', '.join(why.layers[:MOST_LAYERS])}{more}")
+        yield f"layers      {', '.join(why.layers[:MOST_LAYERS])}{more}"
     if why.devices:
-        lines.append(f"devices     {', '.join(why.devices)}")
+        yield f"devices     {', '.join(why.devices)}"
     if why.missing_bytes:
-        lines.append(f"short of    {bytes_text(why.missing_bytes)}")
+        yield f"short of    {bytes_text(why.missing_bytes)}"
     for number, words in enumerate(why.requirements[:MOST_REQUIREMENTS]):
-        lines.append(f"{'' if number else 'together':<11} {words}")
-    if len(why.requirements) > MOST_REQUIREMENTS:
-        lines.append(
-            f"            and {len(why.requirements) - MOST_REQUIREMENTS} more cannot hold together"
-        )
-    return lines
+        yield f"{'' if number else 'together':<11} {words}"
+    if (more_words := len(why.requirements) - MOST_REQUIREMENTS) > 0:
+        yield f"            and {more_words} more cannot hold together"
 
 
 def _profile(profile: Profile) -> RenderableType:
@@ -576,10 +534,8 @@ def _time_of(times_ms: Mapping[str, float], kind: str) -> str:
 
 
 def _profile_sums(profile: Profile, kinds: list[str]) -> str:
-    layers, values = (
-        count_text(len(profile.layers), "layer"),
-        count_text(len(profile.edges), "value"),
-    )
+    layers = count_text(len(profile.layers), "layer")
+    values = count_text(len(profile.edges), "value")
     words = [f"{layers} ({profile.granularity}), {values} between them"]
     for kind in kinds:
         total_ms = sum(layer.both_ms(kind) for layer in profile.layers)

@@ -15,8 +15,6 @@ from placer.schema import Cluster, Estimate, Placement, PlacementRequest, Profil
 from placer.schema.placement import holders
 from placer.utils.units import Text, bytes_text, count_text, ms_text
 
-__all__ = ["html_report", "legend", "page"]
-
 # rows of a table, so that browsers stay responsive
 _MOST_ROWS = 5_000
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from placer.report.charts import Bar, Chart, Part, bars, columns, drawing, legend
 from placer.schema import Estimate, Layer, MemoryUse, Placement, Profile
 from placer.utils.units import Text, bytes_text, ms_text
-
-__all__ = ["device_bars", "estimate_bars", "layer_charts", "picture", "placed_chart"]
 
 _MEMORY: dict[str, Callable[[Layer], int]] = {
     "weights and buffers": lambda layer: layer.param_bytes + layer.buffer_bytes,
@@ -33,9 +31,6 @@ def picture(subject: Profile | Placement | Estimate) -> str:
 
     It shows time and memory by layer of a profile, or by device of a placement, or the memory of
     each device of an estimate.
-
-    Args:
-        subject: a profile, a feasible placement, or an estimate.
     """
     # sections are stacked: heading, legend, chart
     shapes, y = [], 0
@@ -79,14 +74,9 @@ def layer_charts(profile: Profile) -> list[Chart]:
     for kind in kinds:
         parts = [Part("forward", 0, [layer.forward_ms.get(kind, 0.0) for layer in profile.layers])]
         if profile.training:
-            parts.append(
-                Part("backward", 1, [layer.backward_ms.get(kind, 0.0) for layer in profile.layers])
-            )
-            parts.append(
-                Part(
-                    "optimizer", 2, [layer.optimizer_ms.get(kind, 0.0) for layer in profile.layers]
-                )
-            )
+            backward_ms = [layer.backward_ms.get(kind, 0.0) for layer in profile.layers]
+            optimizer_ms = [layer.optimizer_ms.get(kind, 0.0) for layer in profile.layers]
+            parts += [Part("backward", 1, backward_ms), Part("optimizer", 2, optimizer_ms)]
         charts.append(Chart(f"Time by layer on {kind}", labels, _filled(parts), ms_text))
     memory = [
         Part(name, color, [float(of(layer)) for layer in profile.layers])
@@ -139,15 +129,7 @@ def device_bars(placement: Placement) -> list[tuple[str, list[Bar], Text]]:
         for load in placement.devices
     ]
     memory = [
-        Bar(
-            load.device,
-            [
-                (name, color, value)
-                for color, (name, value) in enumerate(_uses(load.memory).items())
-            ],
-            f"{bytes_text(load.memory.total_bytes)} of {bytes_text(load.limit_bytes)}",
-            load.limit_bytes,
-        )
+        _memory_bar(load.device, _uses(load.memory), load.memory.total_bytes, load.limit_bytes)
         for load in placement.devices
     ]
     return [("Time per micro-batch", times, ms_text), ("Memory", memory, bytes_text)]
@@ -155,19 +137,24 @@ def device_bars(placement: Placement) -> list[tuple[str, list[Bar], Text]]:
 
 def estimate_bars(estimate: Estimate) -> tuple[str, list[Bar], Text]:
     """Return bars of each device's memory and limit, the cache apart."""
-    rows = []
-    for one in estimate.devices:
-        uses = {**_uses(one.memory), "cache": float(one.cache_bytes)}
-        limit = "no limit" if one.limit_bytes is None else bytes_text(one.limit_bytes)
-        rows.append(
-            Bar(
-                one.device,
-                [(name, color, value) for color, (name, value) in enumerate(uses.items())],
-                f"{bytes_text(one.total_bytes)} of {limit}",
-                one.limit_bytes,
-            )
+    rows = [
+        _memory_bar(
+            one.device,
+            {**_uses(one.memory), "cache": float(one.cache_bytes)},
+            one.total_bytes,
+            one.limit_bytes,
         )
+        for one in estimate.devices
+    ]
     return "Memory", rows, bytes_text
+
+
+def _memory_bar(
+    device: str, uses: Mapping[str, float], total_bytes: int, limit_bytes: int | None
+) -> Bar:
+    limit = "no limit" if limit_bytes is None else bytes_text(limit_bytes)
+    values = [(name, color, value) for color, (name, value) in enumerate(uses.items())]
+    return Bar(device, values, f"{bytes_text(total_bytes)} of {limit}", limit_bytes)
 
 
 def _uses(memory: MemoryUse) -> dict[str, float]:

@@ -9,8 +9,6 @@ from rich.text import Text
 from placer.schema.refinement import Refinement, Round, StageTime
 from placer.utils.units import bytes_text, ms_text
 
-__all__ = ["refinement_table"]
-
 _STOP_REASONS = {
     "converged": "converged: solving again moves nothing, or gains too little",
     "repeated": "ended: solving again leads back to a placement that was measured before",
@@ -23,9 +21,6 @@ def refinement_table(refinement: Refinement) -> RenderableType:
 
     Below it, lines report each round, how the refinement ended, and the gain of compiled stages in
     the last round.
-
-    Args:
-        refinement: from ``placer.refine``.
     """
     grid = Table(
         title=f"Refinement of {refinement.placement.model or 'model'}", title_justify="left"

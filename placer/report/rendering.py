@@ -7,8 +7,6 @@ import io
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 
-__all__ = ["PAGE_WIDTH", "Fitting", "plain_text"]
-
 PAGE_WIDTH = 110
 """Width of a line that fits a page of HTML, in characters."""
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from placer.schema import Layer, Profile
 from placer.utils.units import Text, bytes_text, ms_text
 
-__all__ = ["share_texts"]
-
 # layers listed, width of a full bar, and width of a name, in characters
 _SHOWN = 8
 _WIDTH = 24
@@ -17,9 +15,6 @@ _NAME = 26
 
 def share_texts(profile: Profile) -> list[str]:
     """Return headings and bars for the time on each device type, then for memory.
-
-    Args:
-        profile: the measurements.
 
     Returns:
         Lines; empty for a model of one layer.

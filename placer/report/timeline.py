@@ -34,8 +34,6 @@ from placer.schema.faults import first_fault
 from placer.utils.atomic_files import write_whole
 from placer.utils.units import ms_text
 
-__all__ = ["Comparison", "Measurement", "Row", "events", "save"]
-
 Event = dict[str, Any]
 
 _TRANSFERS = ("inputs", "values", "gradients", "results")

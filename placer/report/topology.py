@@ -15,8 +15,6 @@ from itertools import combinations, pairwise
 
 from placer.schema import Cluster
 
-__all__ = ["Island", "islands"]
-
 # Smallest ratio of bandwidths that indicates different kinds of links: two lanes or one, a switch
 # or the host's bus.
 _GAP = 2.0
