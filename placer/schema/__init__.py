@@ -21,23 +21,9 @@ from placer.schema.base import (
     Transfers,
 )
 from placer.schema.cluster import Cluster, Device, Link, Node, NodeList, Rate
-from placer.schema.estimate import (
-    CardCount,
-    Change,
-    DeviceEstimate,
-    Estimate,
-    EstimateRequest,
-)
+from placer.schema.estimate import CardCount, Change, DeviceEstimate, Estimate, EstimateRequest
 from placer.schema.joint import JointOptions, JointPlacement, JointRequest, ProfiledModel
-from placer.schema.judgement import (
-    Best,
-    Comparison,
-    Evaluation,
-    Fault,
-    FaultKind,
-    LayerMap,
-    Move,
-)
+from placer.schema.judgement import Best, Comparison, Evaluation, Fault, FaultKind, LayerMap, Move
 from placer.schema.options import (
     BatchOptions,
     Constraints,

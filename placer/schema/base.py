@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -194,6 +195,10 @@ class Wire(BaseModel):
                 changed[name] = _field_of(type(self), name, value)
         return super().model_copy(update=changed, deep=deep)
 
+    def to_json(self) -> str:
+        """Return the object as readable JSON."""
+        return json.dumps(self.model_dump(mode="json"), indent=1)
+
 
 def _is_decoded(value: Any) -> bool:
     """Return whether a value may come from JSON instead of from a schema type."""
@@ -225,13 +230,7 @@ def _field_model(kind: type[BaseModel], name: str) -> type[BaseModel]:
 
 
 def _refuse_conversions(path: str, given: Any, made: Any) -> None:
-    """Raise an InputError for the first text or flag that became a number, or the reverse.
-
-    Args:
-        path: the names of the fields, for the message.
-        given: the caller's value.
-        made: the validated value.
-    """
+    """Raise an InputError for the first text or flag that became a number, or the reverse."""
     if isinstance(given, Mapping):
         for name, one in given.items():
             inside = made.get(name) if isinstance(made, Mapping) else getattr(made, name, None)

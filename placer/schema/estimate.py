@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
@@ -147,10 +146,6 @@ class Estimate(Wire):
     def fullest(self) -> DeviceEstimate:
         """Return the device with the least free memory, or the most memory in use if unlimited."""
         return max(self.devices, key=lambda one: one.total_bytes - (one.limit_bytes or 0))
-
-    def to_json(self) -> str:
-        """Return the estimate as readable JSON."""
-        return json.dumps(self.model_dump(mode="json"), indent=1)
 
 
 class EstimateRequest(Wire):

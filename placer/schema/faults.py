@@ -77,13 +77,7 @@ class _Error(NamedTuple):
 def field_faults(
     error: ValidationError, model: type[BaseModel], most: int
 ) -> tuple[list[FieldFault], int]:
-    """Return the faults, most explanatory first, and the number of faults beyond the first.
-
-    Args:
-        error: from validating a ``model``.
-        model: the validated type.
-        most: maximum number of described faults.
-    """
+    """Return ``most`` faults, most explanatory first, and the number of faults beyond the first."""
     schema = model.__pydantic_core_schema__
     errors = [
         _Error(details, _location_of(details, schema))
@@ -99,10 +93,6 @@ def first_fault(error: ValidationError, model: type[BaseModel]) -> str:
     """Return the most explanatory fault as one line.
 
     For example: ``Constraints.pined: there is no such field; did you mean 'pinned'?``.
-
-    Args:
-        error: from validating a ``model``.
-        model: the validated type.
     """
     ((place, text),), more = field_faults(error, model, 1)
     path = ".".join([model.__name__.lstrip("_"), *(clip(str(part), 80) for part in place)])
@@ -186,59 +176,36 @@ def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) ->
         return _located(schema["schema"], loc, {one["ref"]: one for one in schema["definitions"]})
     if kind == "definition-ref":
         return _located(known[schema["schema_ref"]], loc, known)
-    if kind == "union":  # a branch may be a (type, label) pair
-        return _located_in_union(schema["choices"], loc, known)
+    if kind == "union" and loc:
+        # the location begins with a branch's label; a branch may be a (type, label) pair
+        branches = (one[0] if isinstance(one, tuple) else one for one in schema["choices"])
+        found = (_located(branch, loc[1:], known) for branch in branches)
+        return next((one.behind_label() for one in found if one is not None), None)
     # a model, a default, a validator around a type, or a nullable type
     if "schema" in schema:
         return _located(schema["schema"], loc, known)
-    if not loc:
-        return _Location()
-    part, rest = loc[0], loc[1:]
+    return _located_in(schema, loc[0], loc[1:], known) if loc else _Location()
+
+
+def _located_in(
+    schema: Mapping[str, Any], part: int | str, rest: Place, known: Mapping[str, Any]
+) -> _Location | None:
+    """Return the location of a part of an object, a dictionary or a list, and what is inside it."""
+    kind, inside = schema["type"], None
     if kind == "model-fields":
-        return _located_in_fields(schema["fields"], part, rest, known)
-    if kind == "dict":
-        return _located_in_dict(schema.get("values_schema"), part, rest, known)
-    if kind in ("tuple", "list") and isinstance(part, int):
+        if part not in schema["fields"]:
+            return _Location((part,), known=tuple(schema["fields"])) if not rest else None
+        inside = _located(schema["fields"][part]["schema"], rest, known)
+    elif kind == "dict":
+        values = schema.get("values_schema")
+        inside = _Location(rest) if values is None else _located(values, rest, known)
+        if inside is None and rest == (_KEY,):
+            inside = _Location(is_key=True)
+    elif kind in ("tuple", "list") and isinstance(part, int):
         items = schema.get("items_schema", {"type": "any"})
         item = items if isinstance(items, Mapping) else items[min(part, len(items) - 1)]
-        return _below(_located(item, rest, known), part)
-    return None
-
-
-def _below(inside: _Location | None, part: int | str) -> _Location | None:
-    return inside.below(part) if inside is not None else None
-
-
-def _located_in_union(
-    choices: Sequence[Any], loc: Place, known: Mapping[str, Any]
-) -> _Location | None:
-    """Return the location in the first branch that has it; ``loc`` starts with a branch's label."""
-    if not loc:
-        return _Location()
-    for choice in choices:
-        # a branch may be a (type, label) pair
-        branch = choice[0] if isinstance(choice, tuple) else choice
-        inside = _located(branch, loc[1:], known)
-        if inside is not None:
-            return inside.behind_label()
-    return None
-
-
-def _located_in_dict(
-    values: Mapping[str, Any] | None, part: int | str, rest: Place, known: Mapping[str, Any]
-) -> _Location | None:
-    inside = _Location(rest) if values is None else _located(values, rest, known)
-    if inside is None and rest == (_KEY,):
-        inside = _Location(is_key=True)
-    return _below(inside, part)
-
-
-def _located_in_fields(
-    fields: Mapping[str, Any], part: int | str, rest: Place, known: Any
-) -> _Location | None:
-    if part in fields:
-        return _below(_located(fields[str(part)]["schema"], rest, known), part)
-    return _Location((part,), known=tuple(fields)) if not rest else None
+        inside = _located(item, rest, known)
+    return None if inside is None else inside.below(part)
 
 
 def _described(error: _Error) -> FieldFault:

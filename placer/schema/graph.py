@@ -17,7 +17,7 @@ Arguments of operations are JSON: null, booleans, numbers, text, lists, and obje
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -78,6 +78,21 @@ Shape = Annotated[tuple[Length, ...], Field(max_length=16), FIRST]
 Names = Annotated[tuple[Name, ...], Field(max_length=MAX_OPERATIONS), FIRST]
 
 
+Sized = TypeVar("Sized", "GraphState", "GraphValue")
+
+
+def _refuse_large(tensor: Sized) -> Sized:
+    # dtypes outside the table take 1 or 2 bytes; 2 is on the safe side
+    size = _SIZES.get(tensor.dtype or "", 2)
+    for length in tensor.shape:
+        size *= length
+        if size > MAX_BYTES:
+            raise ValueError(
+                f"{tensor.name!r} of shape {list(tensor.shape)} takes more than {MAX_BYTES} bytes"
+            )
+    return tensor
+
+
 class GraphState(Wire):
     """A parameter, buffer or constant of the graph; its values are not sent.
 
@@ -97,10 +112,7 @@ class GraphState(Wire):
     requires_grad: bool = False
     memory_format: MemoryFormat = "contiguous_format"
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _refuse_large(self.name, self.shape, self.dtype)
-        return self
+    _fits = model_validator(mode="after")(_refuse_large)
 
 
 class GraphValue(Wire):
@@ -122,10 +134,7 @@ class GraphValue(Wire):
     differentiable: bool = False
     source: Name | None = None
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _refuse_large(self.name, self.shape, self.dtype)
-        return self
+    _fits = model_validator(mode="after")(_refuse_large)
 
 
 class Operation(Wire):
@@ -260,15 +269,6 @@ class ProfileRequest(Wire):
     devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
     optimizer: Optimizer | None = "adam"
     repeats: Annotated[int, Field(ge=1, le=50)] = 10
-
-
-def _refuse_large(name: str, shape: tuple[int, ...], dtype: str | None) -> None:
-    # dtypes outside the table take 1 or 2 bytes; 2 is on the safe side
-    size = _SIZES.get(dtype or "", 2)
-    for length in shape:
-        size *= length
-        if size > MAX_BYTES:
-            raise ValueError(f"{name!r} of shape {list(shape)} takes more than {MAX_BYTES} bytes")
 
 
 def _check_argument(argument: Any, depth: int) -> None:

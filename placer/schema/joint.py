@@ -22,7 +22,6 @@ profile is the largest peak of a model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
@@ -174,18 +173,9 @@ class JointPlacement(Wire):
         """Return the load of each device in a request, and its memory with all models."""
         return self.joint.devices
 
-    def to_json(self) -> str:
-        """Return the placements as readable JSON."""
-        return json.dumps(self.model_dump(mode="json"), indent=1)
-
 
 def joint_profile(models: Mapping[str, ProfiledModel], cluster: Cluster) -> Profile:
-    """Return one profile of all models, whose latency is the time of a request.
-
-    Args:
-        models: by name.
-        cluster: the devices.
-    """
+    """Return one profile of all models, whose latency is the time of a request."""
     layers, edges = list[Layer](), list[Edge]()
     for name, model in models.items():
         layers += [_layer(name, layer, model.runs) for layer in model.profile.layers]

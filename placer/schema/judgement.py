@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 from placer.schema.base import FormatName, Objective, Wire
@@ -106,10 +105,6 @@ class Evaluation(Wire):
     above_best: float | None = None
     format: FormatName | None = None
     best: Best | None = None
-
-    def to_json(self) -> str:
-        """Return the evaluation as readable JSON."""
-        return json.dumps(self.model_dump(mode="json"), indent=1)
 
 
 class Move(Wire):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -57,15 +56,7 @@ class MemoryUse(Wire):
     @property
     def total_bytes(self) -> int:
         """Return the sum in bytes."""
-        return (
-            self.param_bytes
-            + self.grad_bytes
-            + self.optimizer_bytes
-            + self.buffer_bytes
-            + self.cache_bytes
-            + self.activation_bytes
-            + self.workspace_bytes
-        )
+        return sum(getattr(self, name) for name in type(self).model_fields)
 
 
 class DeviceLoad(Wire):
@@ -117,12 +108,7 @@ class Replica(Wire):
 def holders(
     layer_devices: Mapping[str, str], replicas: Mapping[str, Sequence[Replica]]
 ) -> dict[str, str]:
-    """Return, by layer, the name of its device, or the names of all devices that hold it.
-
-    Args:
-        layer_devices: by layer, its device.
-        replicas: as ``Placement.replicas``.
-    """
+    """Return, by layer, the name of its device, or the names of all devices that hold it."""
     return {
         layer: ", ".join(one.device for one in replicas.get(device, ())) or device
         for layer, device in layer_devices.items()
@@ -534,10 +520,6 @@ class Placement(Wire):
         stages = self.stages if set(self.stages) == set(used) else used
         return tuple(len(self.replicas.get(device, ())) or 1 for device in stages)
 
-    def to_json(self) -> str:
-        """Return the placement as readable JSON."""
-        return json.dumps(self.model_dump(mode="json"), indent=1)
-
     def device_map(self, model: Any = None) -> dict[str, Place]:
         """Return the device map for accelerate's ``dispatch_model`` and for ``from_pretrained``.
 
@@ -597,16 +579,11 @@ class Placement(Wire):
                 f"format {format!r} has no optimizer state that rests on the host, which this "
                 "placement needs; solve with optimizer_state='device'"
             )
+        members = self.replicas.items()
         plan = Plan(
             layer_devices=self._offloaded(),
-            replicas={
-                device: [replica.device for replica in replicas]
-                for device, replicas in self.replicas.items()
-            },
-            samples={
-                device: [replica.samples for replica in replicas]
-                for device, replicas in self.replicas.items()
-            },
+            replicas={device: [one.device for one in replicas] for device, replicas in members},
+            samples={device: [one.samples for one in replicas] for device, replicas in members},
             stages=self.stages,
             devices=[load.device for load in self.devices],
             recompute=self.recompute,

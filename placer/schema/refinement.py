@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -89,7 +88,3 @@ class Refinement(Wire):
     profile: Profile
     rounds: Annotated[tuple[Round, ...], Field(min_length=1)]
     stop_reason: StopReason
-
-    def to_json(self) -> str:
-        """Return the refinement as readable JSON."""
-        return json.dumps(self.model_dump(mode="json"), indent=1)

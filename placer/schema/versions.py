@@ -144,12 +144,7 @@ def upgraded(content: Any, kind: type[BaseModel]) -> Any:
 
 
 def upgraded_json(text: str | bytes | bytearray, kind: type[BaseModel]) -> Any:
-    """Return JSON in the current version; the same text if nothing in it is older.
-
-    Args:
-        text: JSON of ``kind``.
-        kind: the type.
-    """
+    """Return JSON in the current version; the same text if nothing in it is older."""
     if not isinstance(text, str | bytes | bytearray):
         return text  # validation says that it is not JSON
     try:
