@@ -9,8 +9,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["write_whole"]
-
 # Errors after which the file is written in place: no file may be created next to it, or it is a
 # mount point, as in containers. A missing folder then gives an error about the file itself.
 _NOT_MOVED_THERE = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-__all__ = ["ErrorTranslation", "reason"]
-
 
 def reason(error: BaseException) -> str:
     """Return the first line of an error's message, and of its first cause's if there is one.

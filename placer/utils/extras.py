@@ -8,8 +8,6 @@ from importlib import import_module
 
 from placer.errors import MissingExtraError
 
-__all__ = ["extra", "need_torch"]
-
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-__all__ = ["total_bytes"]
-
 OWN_CGROUPS = Path("/proc/self/cgroup")
 """Lines of ``number:controllers:path``; cgroups version 2 has one line, without controllers."""
 

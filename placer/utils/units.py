@@ -8,22 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from placer.errors import InputError
 
-__all__ = [
-    "Text",
-    "bandwidth_text",
-    "bytes_text",
-    "count_text",
-    "devices_text",
-    "ms_text",
-    "needed_text",
-    "number_text",
-    "parse_bandwidth",
-    "parse_bytes",
-    "parse_seconds",
-    "seconds_text",
-    "size_text",
-]
-
 Text = Callable[[float], str]
 """A function that formats a quantity with its unit."""
 
@@ -34,11 +18,7 @@ _FACTORS |= {unit: 1000**power for power, unit in enumerate(("", "kb", "mb", "gb
 
 
 def bytes_text(size_bytes: float) -> str:
-    """Return a size with about three digits: ``512 B``, ``97.8 MiB``, ``1.2 GiB``.
-
-    Args:
-        size_bytes: in bytes.
-    """
+    """Return a size with about three digits: ``512 B``, ``97.8 MiB``, ``1.2 GiB``."""
     power = 0
     # 1023.95 would be rounded to 1024.0, which is 1.0 of the next unit
     while abs(size_bytes) >= 1023.95 and power < len(_BINARY) - 1:
@@ -59,32 +39,18 @@ def count_text(count: int, one: str, several: str = "") -> str:
 
 
 def number_text(count: int, one: str) -> str:
-    """Return a count with its noun, small numbers as words: ``two devices``, ``12 devices``.
-
-    Args:
-        count: the number.
-        one: the singular.
-    """
+    """Return a count with its noun, small numbers as words: ``two devices``, ``12 devices``."""
     text = count_text(count, one)
     return f"{_NUMBERS[count]}{text[1:]}" if count < 10 else text
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Return the first names, and whether there are more: ``conv1, bn1, ...``.
-
-    Args:
-        names: all names.
-        most: the maximum number of names in the text.
-    """
+    """Return the first names, and whether there are more: ``conv1, bn1, ...``."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def size_text(size_bytes: int) -> str:
-    """Return the size of a device as users write it: ``24 GiB``, ``1.5 GiB``, ``80 GB``.
-
-    Args:
-        size_bytes: in bytes.
-    """
+    """Return the size of a device as users write it: ``24 GiB``, ``1.5 GiB``, ``80 GB``."""
     for unit in ("TB", "GB", "MB"):
         factor = _FACTORS[unit.lower()]
         if size_bytes and size_bytes % factor == 0:
@@ -93,11 +59,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def needed_text(size_bytes: int) -> str:
-    """Return a size rounded up, so that a device of this size is large enough: ``31.3 GiB``.
-
-    Args:
-        size_bytes: in bytes.
-    """
+    """Return a size rounded up, so that a device of this size is large enough: ``31.3 GiB``."""
     text = bytes_text(size_bytes)
     unit = text.split()[1]
     if unit == "B":
@@ -119,11 +81,7 @@ def devices_text(sizes_bytes: Iterable[int], noun: str = "device") -> str:
 
 
 def ms_text(time_ms: float) -> str:
-    """Return a time with at least three digits: ``0.0123 ms``, ``4.56 ms``, ``789 ms``.
-
-    Args:
-        time_ms: in milliseconds.
-    """
+    """Return a time with at least three digits: ``0.0123 ms``, ``4.56 ms``, ``789 ms``."""
     if time_ms == 0:
         return "0 ms"
     if time_ms < 0.0001:
@@ -191,18 +149,10 @@ def parse_seconds(text: str) -> float:
 
 
 def bandwidth_text(bytes_per_s: float) -> str:
-    """Return a bandwidth in billions of bytes per second: ``384.00 GB/s``.
-
-    Args:
-        bytes_per_s: in bytes per second.
-    """
+    """Return a bandwidth in billions of bytes per second: ``384.00 GB/s``."""
     return f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
 def seconds_text(time_s: float) -> str:
-    """Return a short time in microseconds: ``18.0 µs``.
-
-    Args:
-        time_s: in seconds.
-    """
+    """Return a short time in microseconds: ``18.0 µs``."""
     return f"{time_s * 1e6:.1f} µs"

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "Block", "CausalSelfAttention", "gpt"]
-
 
 class CausalSelfAttention(nn.Module):
     """Causal multi-head self-attention: ``(N, T, width)`` to ``(N, T, width)``.
@@ -78,7 +76,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A language model: int64 tokens ``(N, T)`` to next-token logits ``(N, T, vocabulary)``.
 
-    T is at most ``context``.
+    T is at most ``context``. With ``tied`` and the other defaults, it is GPT-2 with 124 million
+    parameters.
 
     Args:
         layers: number of blocks.
@@ -122,27 +121,8 @@ class GPT(nn.Module):
         return logits
 
 
-def gpt(
-    layers: int = 12,
-    width: int = 768,
-    heads: int = 12,
-    context: int = 1024,
-    vocabulary: int = 50257,
-    dropout: float = 0.0,
-    tied: bool = False,
-) -> GPT:
-    """Return a GPT; with ``tied`` and the other defaults, GPT-2 with 124 million parameters.
-
-    Args:
-        layers: number of blocks.
-        width: of the embedding.
-        heads: of each block's attention.
-        context: maximum number of tokens in a sequence.
-        vocabulary: number of distinct tokens.
-        dropout: probability of dropping a feature in training.
-        tied: whether the head shares the token embedding's weight.
-    """
-    return GPT(layers, width, heads, context, vocabulary, dropout, tied)
+gpt = GPT
+"""The callable that makes a GPT, in lower case like ``resnet50``."""
 
 
 def _initialise(module: nn.Module) -> None:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Llama", "llama", "llama_70b"]
-
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine by position, each of shape ``(T, width / heads)``."""
 
@@ -99,6 +97,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """A language model: int64 tokens ``(N, T)`` to next-token logits ``(N, T, vocabulary)``.
 
+    At the defaults, it is half of an 8-billion model, with 3.8 billion parameters.
+
     Args:
         layers: number of blocks.
         width: of the embedding.
@@ -109,7 +109,13 @@ class Llama(nn.Module):
     """
 
     def __init__(
-        self, layers: int, width: int, heads: int, key_heads: int, hidden: int, vocabulary: int
+        self,
+        layers: int = 16,
+        width: int = 4096,
+        heads: int = 32,
+        key_heads: int = 8,
+        hidden: int = 14336,
+        vocabulary: int = 32000,
     ) -> None:
         super().__init__()
         self.size = width // heads
@@ -128,25 +134,8 @@ class Llama(nn.Module):
         return logits
 
 
-def llama(
-    layers: int = 16,
-    width: int = 4096,
-    heads: int = 32,
-    key_heads: int = 8,
-    hidden: int = 14336,
-    vocabulary: int = 32000,
-) -> Llama:
-    """Return a Llama; at the defaults, half of an 8-billion model with 3.8 billion parameters.
-
-    Args:
-        layers: number of blocks.
-        width: of the embedding.
-        heads: query heads of each block.
-        key_heads: key and value heads of each block.
-        hidden: hidden features of each block's perceptron.
-        vocabulary: number of distinct tokens.
-    """
-    return Llama(layers, width, heads, key_heads, hidden, vocabulary)
+llama = Llama
+"""The callable that makes a Llama, in lower case like ``resnet50``."""
 
 
 def llama_70b() -> Llama:

@@ -15,8 +15,6 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-__all__ = ["BasicBlock", "Bottleneck", "ResNet", "resnet18", "resnet50", "resnet101"]
-
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with a residual.
@@ -127,29 +125,17 @@ class ResNet(nn.Module):
 
 
 def resnet18(num_classes: int = 1000) -> ResNet:
-    """Return a ResNet-18: 11.7 million parameters, basic blocks of depths 2, 2, 2, 2.
-
-    Args:
-        num_classes: logits per image.
-    """
+    """Return a ResNet-18: 11.7 million parameters, basic blocks of depths 2, 2, 2, 2."""
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes)
 
 
 def resnet50(num_classes: int = 1000) -> ResNet:
-    """Return a ResNet-50: 25.6 million parameters, bottlenecks of depths 3, 4, 6, 3.
-
-    Args:
-        num_classes: logits per image.
-    """
+    """Return a ResNet-50: 25.6 million parameters, bottlenecks of depths 3, 4, 6, 3."""
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes)
 
 
 def resnet101(num_classes: int = 1000) -> ResNet:
-    """Return a ResNet-101: 44.5 million parameters, bottlenecks of depths 3, 4, 23, 3.
-
-    Args:
-        num_classes: logits per image.
-    """
+    """Return a ResNet-101: 44.5 million parameters, bottlenecks of depths 3, 4, 23, 3."""
     return ResNet(Bottleneck, (3, 4, 23, 3), num_classes)
 
 

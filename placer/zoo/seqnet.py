@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["SeqNet"]
-
 
 class SeqNet(nn.Sequential):
     """A classifier of small images: ``(N, 1, size, size)`` to logits ``(N, num_classes)``.

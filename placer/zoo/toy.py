@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["ToyModel"]
-
 
 class ToyModel(nn.Module):
     """Linear, ReLU, linear: ``(N, features)`` to ``(N, outputs)``.

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["DoubleConv", "Down", "UNet", "Up", "unet"]
-
 
 class DoubleConv(nn.Sequential):
     """Two 3x3 convolutions, each with batch normalisation and ReLU.
@@ -102,7 +100,7 @@ class Up(nn.Module):
 class UNet(nn.Module):
     """A pixel classifier: ``(N, in_channels, H, W)`` to logits ``(N, num_classes, H, W)``.
 
-    H and W are at least 16.
+    H and W are at least 16. At the defaults, it has 31.0 million parameters.
 
     Args:
         in_channels: of the images.
@@ -144,15 +142,5 @@ class UNet(nn.Module):
         return logits
 
 
-def unet(
-    in_channels: int = 3, num_classes: int = 2, width: int = 64, bilinear: bool = False
-) -> UNet:
-    """Return a U-Net of five levels, with 31.0 million parameters at the defaults.
-
-    Args:
-        in_channels: of the images.
-        num_classes: logits per pixel.
-        width: channels of the first level.
-        bilinear: whether to interpolate upwards instead of a transposed convolution.
-    """
-    return UNet(in_channels, num_classes, width, bilinear)
+unet = UNet
+"""The callable that makes a U-Net, in lower case like ``resnet50``."""
