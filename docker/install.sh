@@ -39,7 +39,7 @@ from placer.schema import PlacementRequest
 from placer.solver.solve import solve
 import psycopg, sqlalchemy.dialects.postgresql.psycopg
 from placer_server import app, keys, serving
-from placer_server.judge import evaluation, export, timeline, together
+from placer_server.judge import evaluation, timeline
 from placer_server.openapi import examples
 import uvicorn.loops.auto, uvicorn.protocols.http.auto, uvicorn.lifespan.on
 request = PlacementRequest.model_validate(examples.requests()["throughput"]["value"])
