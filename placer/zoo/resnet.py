@@ -125,17 +125,29 @@ class ResNet(nn.Module):
 
 
 def resnet18(num_classes: int = 1000) -> ResNet:
-    """Return a ResNet-18: 11.7 million parameters, basic blocks of depths 2, 2, 2, 2."""
+    """Return a ResNet-18: 11.7 million parameters, basic blocks of depths 2, 2, 2, 2.
+
+    Args:
+        num_classes: logits per image.
+    """
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes)
 
 
 def resnet50(num_classes: int = 1000) -> ResNet:
-    """Return a ResNet-50: 25.6 million parameters, bottlenecks of depths 3, 4, 6, 3."""
+    """Return a ResNet-50: 25.6 million parameters, bottlenecks of depths 3, 4, 6, 3.
+
+    Args:
+        num_classes: logits per image.
+    """
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes)
 
 
 def resnet101(num_classes: int = 1000) -> ResNet:
-    """Return a ResNet-101: 44.5 million parameters, bottlenecks of depths 3, 4, 23, 3."""
+    """Return a ResNet-101: 44.5 million parameters, bottlenecks of depths 3, 4, 23, 3.
+
+    Args:
+        num_classes: logits per image.
+    """
     return ResNet(Bottleneck, (3, 4, 23, 3), num_classes)
 
 
