@@ -56,7 +56,15 @@ class MemoryUse(Wire):
     @property
     def total_bytes(self) -> int:
         """Return the sum in bytes."""
-        return sum(getattr(self, name) for name in type(self).model_fields)
+        return (
+            self.param_bytes
+            + self.grad_bytes
+            + self.optimizer_bytes
+            + self.buffer_bytes
+            + self.cache_bytes
+            + self.activation_bytes
+            + self.workspace_bytes
+        )
 
 
 class DeviceLoad(Wire):
