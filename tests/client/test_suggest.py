@@ -605,11 +605,11 @@ def test_what_no_generation_has_is_told_before_the_model_is_measured(passes, wro
 
 def test_a_step_without_a_batch_is_warned_of_at_the_line_of_the_caller(profile):
     # It was silent: a batch of one micro-batch, which no pipeline makes faster.
-    with pytest.warns(UserWarning, match="neither batch_size nor chunks is given") as told:
+    with pytest.warns(UserWarning, match="neither batch_size nor chunks is given") as warned:
         suggest(profile, objective="step")
         suggest(Block(), torch.ones(4, 8), devices=["cpu:0"], objective="step", repeats=1)
-    assert [warning.filename for warning in told] == [__file__] * 2
-    assert ["a batch of 4 samples" in str(warning.message) for warning in told] == [False, True]
+    assert [warning.filename for warning in warned] == [__file__] * 2
+    assert ["a batch of 4 samples" in str(warning.message) for warning in warned] == [False, True]
 
 
 @pytest.mark.parametrize(

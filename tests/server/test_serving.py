@@ -207,8 +207,8 @@ def test_the_service_speaks_tls_with_a_certificate(settings, tmp_path, solvers):
 
 def test_a_certificate_that_cannot_be_read_is_an_error_that_names_it(settings, tmp_path):
     broken = settings.model_copy(update={"tls_cert": str(tmp_path / "absent.pem")})
-    told = r"PLACER_TLS_CERT '.*absent\.pem' .*; give a certificate chain in PEM"
-    with pytest.raises(ServerError, match=told), background(broken):
+    message = r"PLACER_TLS_CERT '.*absent\.pem' .*; give a certificate chain in PEM"
+    with pytest.raises(ServerError, match=message), background(broken):
         pass
 
 

@@ -583,5 +583,5 @@ def test_a_command_that_users_look_for_is_answered_with_what_there_is(
     run: Run, name: str, there: str
 ) -> None:
     answer = run(name, "profile.json")
-    told = " ".join(re.sub("[^!-~ ]", " ", answer.err).split())
-    assert answer.code == 2 and f"No such command '{name}'." in told and there in told
+    message = " ".join(re.sub("[^!-~ ]", " ", answer.err).split())
+    assert answer.code == 2 and f"No such command '{name}'." in message and there in message

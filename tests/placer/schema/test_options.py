@@ -173,10 +173,10 @@ def test_a_request_is_made_from_options_and_a_list_of_profiles_alone() -> None:
 )
 def test_a_step_without_a_batch_is_warned_of(options: SolveOptions, warns: bool) -> None:
     request = PlacementRequest.from_options(options, [profile(batch_size=2)])
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         request.warn_of_one_size(options)
-    assert ["a batch of 2 samples" in str(one.message) for one in told] == [True] * warns
+    assert ["a batch of 2 samples" in str(one.message) for one in warned] == [True] * warns
 
 
 def test_an_unknown_argument_is_answered_with_each_name_once() -> None:
