@@ -7,11 +7,12 @@ cache with torch.compile is a peer, too. All of them run equal models of transfo
 prompts and take turns. A row says whether they make the same tokens. Without GPUs, a tiny model on
 CPU stand-ins only shows that the benchmark runs.
 
-Further cases, of which all but the first four need two devices or more:
+Further cases, of which all but the first five need two devices or more:
 
     host       a part of the weights is in the host's memory, on one device
     disk       the same on the disk
     experts    a mixture of experts whose layers are in the host's memory, on one device
+    cpu_layers a part of the weights is in the host's memory, and the CPU may compute layers
     predicted  the predictions of times and memory
     large      a model that no single GPU holds: one text
     in_flight  the same model: several groups of sequences at once
@@ -67,10 +68,14 @@ DISK = "disk"
 EXPERTS = "experts"
 """The name of the case with experts on the host."""
 
+CPU_LAYERS = "cpu_layers"
+"""The name of the case with layers that the CPU computes."""
+
 CASES = (
     HOST,
     DISK,
     EXPERTS,
+    CPU_LAYERS,
     predicted.PREDICTED,
     copies.COPIES,
     in_flight.LARGE,
@@ -102,6 +107,7 @@ def run() -> list[dict[str, Any]]:
         HOST: host.rows,
         DISK: partial(host.rows, kind=host.DISK),
         EXPERTS: partial(host.rows, kind=host.EXPERTS),
+        CPU_LAYERS: partial(host.rows, kind=host.CPU_LAYERS),
         predicted.PREDICTED: predicted.rows,
     }
     for name, turn in alone.items():

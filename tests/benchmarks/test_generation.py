@@ -96,6 +96,7 @@ def test_on_a_single_device_the_whole_model_is_there(
         ("host", "Llama, 3 of 7 layers on the host"),
         ("disk", "Llama, 3 of 7 layers on the disk"),
         ("experts", "mixture, 4 of 7 layers on the host"),
+        ("cpu_layers", "Llama, 2 layers computed by the CPU, 1 of 7 layers on the host"),
     ],
 )
 def test_weights_that_rest_give_the_tokens_of_weights_on_the_device(
@@ -108,10 +109,11 @@ def test_weights_that_rest_give_the_tokens_of_weights_on_the_device(
     module = importlib.import_module("benchmarks.generation")
     monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setattr(module.record, "known", lambda name: [])
-    first, same = module.run()
-    assert what in first["case"]
-    assert first["value"] > 0 and list(first["peers"]) == [same["measure"].partition(": ")[2]]
-    assert same["value"] == 100.0
+    *times, same = module.run()
+    for row in times:
+        assert what in row["case"]
+        assert row["value"] > 0 and list(row["peers"]) == [same["measure"].partition(": ")[2]]
+    assert times and same["value"] == 100.0
 
 
 @pytest.mark.integration
