@@ -70,19 +70,12 @@ class Group(NamedTuple):
     """A stage and its replicas.
 
     Attributes:
-        start: its first layer.
-        stop: its end, the first layer of the next stage.
+        layers: of the stage, ascending.
         devices: of its replicas, as indices in the cluster.
     """
 
-    start: int
-    stop: int
+    layers: tuple[int, ...]
     devices: tuple[int, ...]
-
-    @property
-    def layers(self) -> range:
-        """The layers of the stage."""
-        return range(self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -155,13 +148,13 @@ class GroupModel:
     _known: dict[tuple[int, ...], Replication | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _footprints: dict[tuple[int, int, int], Footprint] = field(
+    _footprints: dict[tuple[tuple[int, ...], int], Footprint] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _problems: dict[int, Problem] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _known_tails: dict[tuple[int, int], list[tuple[float, int]]] = field(
+    _known_tails: dict[tuple[tuple[int, ...], bool], list[tuple[float, int]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -216,7 +209,7 @@ class GroupModel:
 
     def _footprint(self, group: Group) -> Footprint:
         """Return the memory of each device of a group."""
-        key = group.start, group.stop, len(group.devices)
+        key = group.layers, len(group.devices)
         if key not in self._footprints:
             problem = self._problem_of(len(group.devices))
             one = footprint(problem, held_with(problem, group.layers))
@@ -323,7 +316,7 @@ class GroupModel:
 
     def _crossings(self, groups: Sequence[Group]) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """Return, by pair of stages, the bytes of each value that crosses, and of its gradient."""
-        stage_of = [stage for stage, group in enumerate(groups) for _ in group.layers]
+        stage_of = {layer: stage for stage, group in enumerate(groups) for layer in group.layers}
         found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for value in self.problem.values:
             source = stage_of[value.source]
@@ -396,7 +389,7 @@ class GroupModel:
 
     def _tails(self, group: Group, split: bool) -> list[tuple[float, int]]:
         """Return what follows each piece of a stage in its last pass, and the piece's bytes."""
-        key = group.start, group.stop
+        key = group.layers, split
         if key not in self._known_tails:
             self._known_tails[key] = gradient_exchange.piece_tails(
                 self.problem, group.layers, group.devices[0], split

@@ -1,15 +1,11 @@
 """Given maps whose stages each have a number of replicas of their own, as groups with costs.
 
-    device of each layer, replicas ──▶ stages in pipeline order ──▶ layers in their order ──▶ groups
-
-The search cuts the profile's order of layers. The stages of a given map may be in any order in
-which values run forwards, so the layers of the question are in the order of the stages.
+device of each layer, replicas ──▶ stages in pipeline order ──▶ groups
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -30,7 +26,7 @@ class GroupMap(NamedTuple):
     """A given map as groups.
 
     Attributes:
-        model: of their costs; its layers are in the order of the stages.
+        model: of their costs.
         groups: in pipeline order.
     """
 
@@ -104,18 +100,19 @@ def group_map(
     stages = _stages_in_order(request, where)
     if stages is None:
         return None
-    layers = [layer for stage in stages for layer in profile.layers if where[layer.name] == stage]
-    ordered = profile.model_copy(update={"layers": tuple(layers)})
-    asked = question(request, ordered, chunks, order, contiguous=True)
+    asked = question(request, profile, chunks, order, contiguous=True)
     links = {(link.source, link.target): link for link in request.placed_on.links}
     model = GroupModel(Problem.from_request(asked), units_of_map(where, replicas), links)
     number = {device.name: index for index, device in enumerate(request.devices)}
     members = members_of(where, replicas)
-    sizes = [sum(where[layer.name] == stage for layer in layers) for stage in stages]
-    borders = pairwise(accumulate(sizes, initial=0))
+    layers = {
+        stage: tuple(
+            index for index, layer in enumerate(profile.layers) if where[layer.name] == stage
+        )
+        for stage in stages
+    }
     groups = tuple(
-        Group(start, stop, tuple(number[name] for name in members[stage]))
-        for stage, (start, stop) in zip(stages, borders, strict=True)
+        Group(layers[stage], tuple(number[name] for name in members[stage])) for stage in stages
     )
     return GroupMap(model, groups)
 

@@ -5,8 +5,8 @@
     a plan of all layers has its costs computed, on devices that are neighbours
     plans whose bound is not below the best objective are left out
 
-Where each layer reads the layer before it, these are all plans. Elsewhere plans are cuts of the
-profile's order, but the bound of the answer holds for stages in every order.
+Stages begin and end at ideals (``stage_ideals.py``), so these are all plans. Where there are too
+many ideals, plans end at some of them, and single layers bound the answer.
 """
 
 from __future__ import annotations
@@ -21,23 +21,18 @@ from typing import Protocol
 from placer.schema import PlacementRequest, Profile, Schedule
 from placer.schema.base import PROVEN_GAP
 from placer.solver.problem import Problem
-from placer.solver.replicas.group_bounds import GroupBounds, Part, layers_behind
+from placer.solver.replicas.group_bounds import GroupBounds, Part
 from placer.solver.replicas.group_costs import Group, GroupCosts, GroupModel, units_of
+from placer.solver.replicas.stage_ideals import stage_ideals
+from placer.solver.replicas.stage_tables import StageTables
 from placer.solver.step.choices import TRAINING, question
-from placer.solver.values import arcs_of
-
-MOST_ENDS = 300
-"""The most places where stages may begin: tables of more take seconds for each model."""
-
-MOST_FREE = 500
-"""The most layers of a graph with several orders whose bound is computed by tables."""
 
 MOST_UNITS = 5_040
 """The most units of a micro-batch: the least common multiple of 1 to 10, less a factor. More are
 only needed by numbers of replicas that have next to no common divisor."""
 
 Stages = tuple[tuple[int, int, int], ...]
-"""Starts and ends of stages, as positions in ``GroupBounds.ends``, and numbers of replicas."""
+"""The ideals before and at the end of stages, and numbers of replicas."""
 
 BOUNDS_PART = 0.4
 """The part of the time after which no more bounds are computed."""
@@ -101,10 +96,8 @@ class GroupSearch:
     def __post_init__(self) -> None:
         self.bound = self.least
         self._numbers = itertools.count()
-        self._known: dict[GroupBounds, float] = {}
         self._problem = Problem.from_request(self.request)
         self._cluster = {(link.source, link.target): link for link in self.request.placed_on.links}
-        self._has_one_order = _has_one_order(self._problem)
         rules = self.request.constraints
         self._most = min(rules.max_devices or inf, len(self.request.devices))
 
@@ -131,8 +124,8 @@ class GroupSearch:
         heap = self._begun(models)
         is_complete = next(models, None) is None
         self._best_first(heap, known)
-        if self._has_one_order:
-            for bound, _, _, choice, _, _ in heap:
+        for bound, _, _, choice, _, _ in heap:
+            if choice.bounds.tables.ideals.is_complete:
                 choice.bound = min(choice.bound, max(bound, self.least))
         if is_complete:
             self.bound = min((choice.bound for choice in self.choices), default=inf)
@@ -140,11 +133,10 @@ class GroupSearch:
     def _begun(self, models: Iterator[GroupChoice]) -> list[Open]:
         """Return the plans without stages of all choices for which there is time."""
         heap: list[Open] = []
-        free = None if self._has_one_order else _free_layers(self._problem)
         for choice in models:
             self.choices.append(choice)
-            if free is not None:
-                choice.bound = max(self.least, self._any_order(choice.bounds, free))
+            if not choice.bounds.tables.ideals.is_complete:
+                choice.bound = max(self.least, choice.bounds.heaviest_layer())
             begin = choice.bounds.first()
             if begin.bound < inf:
                 heap.append((begin.bound, 0, next(self._numbers), choice, begin, iter(())))
@@ -161,19 +153,10 @@ class GroupSearch:
                 break
             _, _, _, choice, part, siblings = heapq.heappop(heap)
             self._open(heap, choice, siblings)
-            if part.position == len(choice.bounds.ends) - 1:
+            if part.position == len(choice.bounds.tables.ideals.members) - 1:
                 self._offer(choice, part.stages, part.bound)
             else:
                 self._open(heap, choice, choice.bounds.following(part))
-
-    def _any_order(self, bounds: GroupBounds, free: Sequence[int]) -> float:
-        """Return a bound on all plans, whatever the order of layers."""
-        if bounds not in self._known:
-            self._known[bounds] = bounds.heaviest_layer()
-            if len(free) <= MOST_FREE:
-                tables = bounds.of_every_order(free)
-                self._known[bounds] = max(self._known[bounds], tables.first().bound)
-        return self._known[bounds]
 
     @property
     def best(self) -> GroupChoice | None:
@@ -207,7 +190,7 @@ class GroupSearch:
         is_own = len(set(counts)) > 1 and units_of(counts) == choice.model.units
         if not is_own or not least <= sum(counts) <= self._most:
             return
-        if self._has_one_order and self._problem.one_link is None:
+        if choice.bounds.tables.ideals.is_complete and self._problem.one_link is None:
             choice.bound = min(choice.bound, max(bound, self.least))  # of other groups of devices
         for groups in self._seated(choice, stages):
             result = choice.model.evaluate(groups, choice.value)
@@ -216,7 +199,8 @@ class GroupSearch:
 
     def _seated(self, choice: GroupChoice, stages: Stages) -> Iterator[tuple[Group, ...]]:
         """Yield the groups of a plan on devices: stages in order, and large stages in one host."""
-        ends, counts = choice.bounds.ends, [count for _, _, count in stages]
+        counts = [count for _, _, count in stages]
+        layers = choice.bounds.tables.ideals.stages([0, *(stop for _, stop, _ in stages)])
         hosts: dict[str, list[int]] = {}
         for number, device in enumerate(self._problem.devices):
             hosts.setdefault(device.host, []).append(number)
@@ -225,25 +209,26 @@ class GroupSearch:
         if len(hosts) > 1:
             seats.append(_by_host(counts, list(hosts.values())))
         for devices in seats if seats[0] != seats[-1] else seats[:1]:
-            yield tuple(
-                Group(int(ends[start]), int(ends[stop]), own)
-                for (start, stop, _), own in zip(stages, devices, strict=True)
-            )
+            yield tuple(Group(*stage) for stage in zip(layers, devices, strict=True))
 
     # Models
 
     def _models(self) -> Iterator[GroupChoice]:
         """Yield every measured size, schedule and number of units."""
-        ends = self._ends()
         for profile, units_in_batch in self._sizes():
+            asked = question(self.request, profile, units_in_batch, TRAINING[0], contiguous=True)
+            ideals = stage_ideals(Problem.from_request(asked))
+            tables: dict[bool, StageTables] = {}
             for units, counts in self._units(units_in_batch):
                 known: dict[bool, GroupBounds] = {}
                 for schedule in self._schedules():
                     asked = question(self.request, profile, units_in_batch // units, schedule, True)
                     model = GroupModel(Problem.from_request(asked), units, self._cluster)
                     apart = schedule == "zero-bubble"
-                    if apart not in known:  # the bounds of other schedules are the same
-                        known[apart] = GroupBounds(model, counts, ends, int(self._most))
+                    if apart not in tables:  # other schedules have the same
+                        tables[apart] = StageTables(model.problem, ideals)
+                    if apart not in known:
+                        known[apart] = GroupBounds(model, counts, tables[apart], int(self._most))
                     yield GroupChoice(model, known[apart])
 
     def _sizes(self) -> list[tuple[Profile, int]]:
@@ -270,61 +255,6 @@ class GroupSearch:
         for units in sorted(multiples - {1}, reverse=True):
             if units_in_batch % units == 0:
                 yield units, tuple(count for count in possible if units % count == 0)
-
-    def _ends(self) -> list[int]:
-        """Return the layers at which stages may begin, and the number of layers."""
-        count = len(self._problem.layers)
-        inside = {
-            layer
-            for group in self._problem.groups
-            for layer in range(min(group) + 1, max(group) + 1)
-        }
-        ends = [layer for layer in range(count + 1) if layer not in inside]
-        if len(ends) > MOST_ENDS:
-            ends = self._light_ends(ends)
-            self._has_one_order = False
-        return ends
-
-    def _light_ends(self, ends: Sequence[int]) -> list[int]:
-        """Return the places where the fewest bytes cross, one in each part with equal work."""
-        problem, crossing = self._problem, self._problem.crossing_bytes
-        work = list(
-            itertools.accumulate(
-                (problem.compute_ms(layer, 0) for layer in range(len(problem.layers))), initial=0.0
-            )
-        )
-        lightest: dict[int, int] = {}
-        for end in ends[1:-1]:
-            part = int(MOST_ENDS * work[end] / max(work[-1], 1e-9))
-            if part not in lightest or crossing[end] < crossing[lightest[part]]:
-                lightest[part] = end
-        return sorted({ends[0], ends[-1], *lightest.values()})
-
-
-def _has_one_order(problem: Problem) -> bool:
-    """Return whether stages can only be cuts of the profile's order: each layer reads the last."""
-    pairs = set(arcs_of(problem.values))
-    return all((layer, layer + 1) in pairs for layer in range(len(problem.layers) - 1))
-
-
-def _free_layers(problem: Problem) -> list[int]:
-    """Return, by end of a stage, the end of the layers that stages up to there may have.
-
-    A stage that ends before layer p may have later layers, if they do not depend on p. If the next
-    stage begins with such layers only, it may end before a later layer, and so on.
-    """
-    count = len(problem.layers)
-    behind = layers_behind(problem)
-    every = (1 << count) - 1
-    reach = [layer + ((every & ~behind[layer]) >> layer).bit_length() for layer in range(count)]
-    found = []
-    for end in range(count + 1):
-        last = layer = end
-        while layer < count and (layer == end or layer < last):
-            last = max(last, reach[layer])
-            layer += 1
-        found.append(last)
-    return found
 
 
 def _by_host(counts: Sequence[int], hosts: Sequence[list[int]]) -> list[tuple[int, ...]]:

@@ -285,13 +285,12 @@ def placement_of_groups(
     units, names = model.units, [device.name for device in request.devices]
     profile = model.problem.request.profile
     loads = loads_of_groups(request.devices, groups, found)
+    device_of = {layer: names[group.devices[0]] for group in groups for layer in group.layers}
     changed: dict[str, Any] = {
         "objective_value": found.value,
         "status": "feasible",
         "layer_devices": {
-            profile.layers[layer].name: names[group.devices[0]]
-            for group in groups
-            for layer in group.layers
+            layer.name: device_of[number] for number, layer in enumerate(profile.layers)
         },
         "replicas": {
             names[group.devices[0]]: tuple(
