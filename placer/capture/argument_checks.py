@@ -13,9 +13,6 @@ from torch import nn
 from placer.errors import InputError, kind_of
 from placer.utils.option_checks import require_count
 
-RUNS_A_MODEL = "runs_a_placed_model"
-"""An attribute of classes whose modules are flows, not models."""
-
 
 def require_module(model: Any, wanted: str = "an nn.Module") -> None:
     """Raise an InputError if ``model`` is not an nn.Module.
@@ -25,8 +22,7 @@ def require_module(model: Any, wanted: str = "an nn.Module") -> None:
         wanted: what to give instead, for the message.
 
     Raises:
-        InputError: it is not a module, it is a class, or it is or contains a ``DataFlow``, which a
-            capture would run on fake tensors.
+        InputError: it is not a module, or it is a class.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InputError(
@@ -34,13 +30,6 @@ def require_module(model: Any, wanted: str = "an nn.Module") -> None:
         )
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {kind_of(model)}; give {wanted}")
-    for name, module in model.named_modules():
-        if getattr(type(module), RUNS_A_MODEL, False):
-            what = f"module {name!r} of the model is" if name else "model is"
-            raise InputError(
-                f"{what} a {type(module).__name__}, which runs a model that is placed already; give"
-                " that model, flow.module"
-            )
 
 
 def require_loss_function(loss_fn: Any) -> None:

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from os import PathLike
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -126,8 +126,6 @@ class DataFlow(nn.Module):
         placed: the model on its devices: state, captures, segments and hooks.
         calls: the calls of the model, and its streams.
     """
-
-    runs_a_placed_model: ClassVar[bool] = True
 
     layer_gpus: OrderedDict[str, DeviceLike] = _held_by("settings", "layer_gpus")
     deferred_batch_norm: bool = _held_by("settings", "deferred_batch_norm", is_flag=True)

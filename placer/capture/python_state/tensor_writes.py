@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from placer import devices
-from placer.errors import InputError
 
 _MISSING = object()
 _INPLACE_OPERATORS = {
@@ -35,15 +33,7 @@ def restored_tensors(tensors: Sequence[Tensor]) -> Iterator[None]:
 
     Args:
         tensors: the tensors to restore.
-
-    Raises:
-        InputError: the caller's fake tensor mode is active, in which no values can be read.
     """
-    if active_fake_mode() is not None:
-        raise InputError(
-            "a FakeTensorMode is active, in which the model's values cannot be kept; call Placer"
-            " outside of it, with the real inputs"
-        )
     replaced = [_TensorContents(tensor) for tensor in tensors]
     writes = _CopyBeforeWrite(tensors)
     try:

@@ -77,7 +77,6 @@ class Closeness:
         return bool(one == other)
 
     def _are_close(self, one: Tensor, other: Tensor) -> bool:
-        tolerance = max(self.tolerance, *(TOLERANCES.get(each.dtype, 0.0) for each in (one, other)))
         one, other = _plain(one), _plain(other)
         if not is_differentiable(one):
             unlike = int((one != other).sum())
@@ -89,6 +88,7 @@ class Closeness:
             return False
         one, other = one[finite], other[finite]
         norm = max(float(other.norm()), _FLOOR * math.sqrt(max(1, other.numel())))
+        tolerance = max(self.tolerance, TOLERANCES.get(one.dtype, 0.0))
         return float((one - other).norm()) <= tolerance * norm
 
 

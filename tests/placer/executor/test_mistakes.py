@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import placer
@@ -43,30 +42,6 @@ def _placement(around: str = "") -> Placement:
 def test_what_is_no_model_is_named(take: Callable[[Any], Any], given: Any, told: str) -> None:
     with pytest.raises(InputError, match=told):
         take(given)
-
-
-def test_a_flow_is_no_model_and_still_runs() -> None:
-    """It kept the fake tensors of a capture, and returned them from then on."""
-    model, x = ToyModel(), torch.randn(4, 10)
-    expected = model(x)
-    flow = DataFlow(model, DEVICES)
-    flow.update_flow()
-    for take in (lambda one: DataFlow(one, DEVICES), lambda one: capture_graph(one, x)):
-        for wrapped in (flow, nn.Sequential(nn.ReLU(), flow)):
-            with pytest.raises(InputError, match=r"a DataFlow, .*; give that model, flow\.module"):
-                take(wrapped)
-    assert torch.equal(flow(x), expected)
-
-
-def test_a_call_under_a_fake_tensor_mode_keeps_the_weights() -> None:
-    model, x = ToyModel(), torch.randn(4, 10)
-    expected = model(x)
-    flow = DataFlow(model, DEVICES)
-    flow.update_flow()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        flow(x)
-    flow.undo()
-    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.parametrize(
