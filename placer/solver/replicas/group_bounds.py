@@ -245,10 +245,9 @@ class GroupBounds:
             return _Terms(load, load, load, load)
         there, back = self.tables.borders
         slot = layers["optimizer"] / count
-        if count > 1:
-            exposed = reduce * layers["gradients"] - layers["last pass"]
-            waits = gather * layers["gradients"] - layers["forward"]
-            slot = slot + np.maximum(exposed, 0.0) + np.maximum(waits, 0.0)
+        exposed = reduce * layers["gradients"] - layers["last pass"]
+        waits = gather * layers["gradients"] - layers["forward"]
+        slot = slot + np.maximum(exposed, 0.0) + np.maximum(waits, 0.0)
         input_ms = units * (compute - layers["weights"])
         lanes = chunks * units * np.maximum(there, back)[None, :]
         work, way = chunks * input_ms, input_ms + units * (there + back)[None, :]
@@ -266,6 +265,12 @@ class GroupBounds:
 
     def _byte_ms(self, count: int) -> tuple[float, float]:
         """Return the least time of a byte of gradients to reduce, and to gather, in any group."""
+        pipelines_of = self._problem.replication
+        if pipelines_of is not None:
+            return (
+                min(time.byte_ms for time in pipelines_of.reduce),
+                min(time.byte_ms for time in pipelines_of.gather),
+            )
         if count == 1:
             return 0.0, 0.0
         reduce, gather = (sums[count - 2] / count for sums in self._least_sums)

@@ -46,8 +46,11 @@ class Choice:
         devices: by layer, the device in the best placement found.
         value: its step, in ms.
         reason: the reason if it is proven infeasible.
-        cuts: the cuts of a row of stages that are still to be tried, with their bounds; None where
-            stages form no row.
+        is_row: whether stages form a row, with cuts of low bounds as the best starts.
+        cuts: the cuts into stages that are still to be tried, with their bounds; None if all were
+            tried, or they are not searched.
+        unproven: the lowest bound of a cut that may have a shorter step than the one simulated, in
+            ms.
     """
 
     problem: Problem
@@ -56,7 +59,9 @@ class Choice:
     devices: list[int] | None = None
     value: float = inf
     reason: Infeasibility | None = None
+    is_row: bool = False
     cuts: Iterator[tuple[float, list[int] | None]] | None = None
+    unproven: float = inf
 
     @property
     def bottleneck(self) -> Problem:

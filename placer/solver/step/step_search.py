@@ -5,9 +5,10 @@
       hopeless         skipped if known memory limits leave some device too much work
       starts           cuts of the row with the lowest bound, the best maps by bottleneck, maps of
                        other choices
-      small changes    nodes to the other side of a cut, devices swapped, each simulated
-      cuts of a row    every cut whose bound is below the best step, simulated: the others are
+      cuts of a graph  every cut whose bound is below the best step, simulated: the others are
                        proven not better
+      small changes    nodes to the other side of a cut, devices swapped, each simulated
+      cuts of a row    likewise, with tighter bounds
     then, of choices that are no rows, a bound by the work of some device, and small changes from
     near the best again; choices whose bound is not below the best step are skipped
 
@@ -39,7 +40,7 @@ from placer.solver.cpsat.runner import PER_WORK, Meter
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.replicas.replication import Replication
 from placer.solver.search import Progress
-from placer.solver.step import step_answer, step_bounds, step_moves, step_ties
+from placer.solver.step import graph_cuts, step_answer, step_bounds, step_moves, step_ties
 from placer.solver.step.choices import (
     Choice,
     bottleneck_of,
@@ -93,6 +94,7 @@ class _Shares(NamedTuple):
         maps: share of a choice's work for enumerating all maps.
         bounds: share of the time then left for bounds by work. They gain nothing where maps are
             free and memory binds nowhere, as work can be shared out evenly.
+        graphs: share of the remaining time for the first cuts of graphs.
         again: share of the remaining time for small changes of the best choice at the end, and
             of the time then left for the next one.
         bottleneck: share of a choice's time for the smallest bottleneck.
@@ -102,6 +104,7 @@ class _Shares(NamedTuple):
     choices: float = 0.5
     maps: float = 0.5
     bounds: float = 0.5
+    graphs: float = 0.4
     again: float = 0.6
     bottleneck: float = 0.3
 
@@ -186,15 +189,16 @@ class StepSearch:
             share = self._share(SHARES.first_bounds / (len(self.choices) - number))
             bounded(choice, partial(self._over, choice, share))
         self.choices = in_order(self.choices)
+        self._cut_graphs()
         for number, choice in enumerate(self.choices):
             self._work(choice, self._share(SHARES.choices / (len(self.choices) - number)))
-        rows = [choice for choice in self.choices if choice.cuts is not None]
+        rows = [choice for choice in self.choices if choice.is_row and choice.cuts is not None]
         for number, choice in enumerate(rows):
             share = self._share(1 / (len(rows) - number))
             self._climb_again(choice, share)
             self._all_cuts(choice, share)
         others = [
-            choice for choice in self.choices if choice.cuts is None and not self._closed(choice)
+            choice for choice in self.choices if choice not in rows and not self._closed(choice)
         ]
         # Bounds by work help only where memory or contiguity keeps the work from being shared
         # evenly.
@@ -212,6 +216,8 @@ class StepSearch:
             self._climb_again(
                 choice, self._share(SHARES.again if choice is not placed[-1] else 1.0)
             )
+        for choice in others:
+            self._all_cuts(choice, self._share(1.0))
         if self.best.devices is None:
             return step_answer.nothing(self.request, self.choices, self._time_s())
         broken = self._break_ties()
@@ -237,6 +243,19 @@ class StepSearch:
                 break
         self.alone_s = self._time_s() - began
 
+    def _cut_graphs(self) -> None:
+        """Try the cuts with the lowest bounds of choices whose stages form no row."""
+        graphs = [
+            choice
+            for choice in self.choices
+            if not self._closed(choice)
+            and graph_cuts.applies(choice.problem)
+            and not step_bounds.is_row(choice.problem, choice.nodes)
+        ]
+        for number, choice in enumerate(graphs):
+            choice.cuts = graph_cuts.cuts(choice.problem, choice.bound)
+            self._all_cuts(choice, self._share(SHARES.graphs / (len(graphs) - number)))
+
     def _break_ties(self) -> TieBreaks | None:
         """Look for a map with as short a step that transfers less, or is better balanced."""
         if not self.request.break_ties:
@@ -255,7 +274,7 @@ class StepSearch:
         self._start(choice, share)
         if choice.devices is not None:
             self._climb(choice, choice.devices, share)
-        if choice.cuts is None:
+        if not choice.is_row:
             self._climb_again(choice, share)
         self._all_cuts(choice, share)
 
@@ -295,7 +314,7 @@ class StepSearch:
             return
         table = step_bounds.table(choice.problem, choice.nodes, choice.bottleneck)
         if table is not None:
-            choice.cuts = table.cuts()
+            choice.is_row, choice.cuts = True, table.cuts()
             if self._over_after_cuts(choice, share):
                 return
         elif self._all_maps(choice, share) or self._closed(choice):
@@ -464,29 +483,41 @@ class StepSearch:
                     yield step_moves.rounds(choice.problem, choice.nodes, used, times)
 
     def _all_cuts(self, choice: Choice, share: Share) -> None:
-        """Try every cut of a row that may be better, the lowest bound first.
+        """Try every cut that may be better, the lowest bound first.
 
         None that follows is below it.
         """
         while choice.cuts is not None and not self._over(choice, share):
             if not self._next_cut(choice) and choice.cuts is not None:
-                choice.bound = max(choice.bound, min(choice.value, self._better()))
-                choice.reason = None if choice.devices is not None else choice.reason or NO_CUT
+                self._raise_bound(choice, inf)
+                if choice.devices is None and choice.unproven == inf:
+                    choice.reason = choice.reason or NO_CUT
                 choice.cuts = None
 
     def _next_cut(self, choice: Choice) -> bool:
-        """Try one more cut of a row, if it has come to one; whether there may be others.
+        """Try one more cut, if it has come to one; whether there may be others.
 
         None are left of too many.
         """
         assert choice.cuts is not None
         bound, devices = next(choice.cuts, (inf, []))
         if bound < inf:
-            choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
+            self._raise_bound(choice, bound)
             choice.cuts = None if devices == [] else choice.cuts
         if devices:
-            self._offer(choice, devices, "cuts of a row")
+            result = self._offer(choice, devices, "cuts of a row" if choice.is_row else "cuts")
+            # the same map may have a shorter step with its stages in another order
+            if not choice.is_row and not (
+                result is not None
+                and every_map.has_one_order(choice.problem, devices, result.stages)
+            ):
+                choice.unproven = min(choice.unproven, bound)
         return devices != []
+
+    def _raise_bound(self, choice: Choice, bound: float) -> None:
+        """Raise the bound of a choice, all other cuts of which have at least this bound."""
+        proven = min(bound, choice.unproven, choice.value, self._better())
+        choice.bound = max(choice.bound, proven)
 
     # The best so far, and what is left of time and work
 
