@@ -164,7 +164,7 @@ def misspelt(environment: Mapping[str, str]) -> list[str]:
         name.removeprefix("PLACER_") for name in sorted(environment) if name.startswith("PLACER_")
     ]
     nearest = {
-        name: get_close_matches(name, known, 1, 0.8)
+        name: get_close_matches(name, known, 1, 0.75)
         for name in given
         if name not in {*known, *_OTHER_VARIABLES}
     }

@@ -127,7 +127,7 @@ def _found(placement: Placement) -> Iterator[str]:
     if placement.step is not None:
         yield from _step(placement, placement.step)
     else:
-        yield f"batch       {_choice_text(placement)}"
+        yield f"batch       {_choice_text(placement)}{_no_pipeline_text(placement)}"
         yield from _shares(placement)
     yield from _generation(placement)
     if (ties := placement.tie_breaks) is not None:
@@ -137,7 +137,8 @@ def _found(placement: Placement) -> Iterator[str]:
             f"{ties.imbalance_ms:.4g} ms apart: {least}"
         )
     if placement.limits is not None:
-        yield f"limited by  {placement.limits.kind}: {placement.limits.detail}"
+        kind = placement.limits.kind
+        yield f"limited by  {kind}: {placement.limits.detail.removeprefix(f'{kind}: ')}"
         for help in placement.limits.improvements:
             value = value_text(placement.objective, help.objective_value)
             yield f"would help  {help.change}: {value}, {help.speedup:.2f}x"
@@ -398,6 +399,14 @@ def _choice_text(choice: Placement | StepChoice) -> str:
     return f"{chunks} of {choice.batch_size}, {choice.schedule}{segments}{replicas}"
 
 
+def _no_pipeline_text(placement: Placement) -> str:
+    """Return a remark on a training step of one micro-batch, which fills no pipeline."""
+    split = len(set(placement.layer_devices.values())) > 1
+    if not (placement.training and placement.chunks == 1 and split):
+        return ""
+    return ": one device works at a time; give chunks, the micro-batches of a batch"
+
+
 def _objective_text(placement: Placement) -> str:
     value = placement.objective_value
     shown = "none" if value is None else value_text(placement.objective, value)
@@ -429,10 +438,8 @@ def _single_text(placement: Placement) -> str:
     faster = f"speed-up {placement.speedup:.2f}x" if placement.speedup is not None else ""
     value = value_text(placement.objective, single.objective_value)
     if not single.fits:
-        missing = (
-            f"does not fit on one device: short of {bytes_text(single.missing_bytes)} "
-            f"on {single.device}"
-        )
+        size = bytes_text(single.missing_bytes)
+        missing = f"does not fit on one device: {size} are missing on {single.device}"
         if single.load_ms is not None:
             return (
                 f"{missing}; with enough memory busy for {ms_text(single.load_ms)} "

@@ -114,10 +114,10 @@ class Constraints(Wire):
     recompute. Where a device always does, objective ``step`` has no free stages."""
 
     pinned: Annotated[dict[Name, Name], IN_ORDER] = {}
-    """The device that a layer must be on, by layer."""
+    """The name of the device that a layer must be on, as in ``cuda:1``, by layer."""
 
     forbidden: Annotated[dict[Name, Annotated[tuple[Name, ...], FIRST]], IN_ORDER] = {}
-    """The devices that a layer must not be on, by layer; ``*`` stands for every layer."""
+    """The names of devices that a layer must not be on, by layer; ``*`` stands for every layer."""
 
     colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
     """Groups of layers that must share a device, in addition to the groups of the profile."""
@@ -207,7 +207,7 @@ class SolveOptions(Wire):
 
     ``auto``: also consider data parallelism, and pipelines that are replicated on equal groups of
     devices. ``by-stage``: also consider stages that each have a number of replicas of their own, on
-    alike devices. ``placer.distributed`` does not run these.
+    alike devices.
 
     Only training under objectives ``step`` and ``throughput`` accepts ``auto`` and ``by-stage``.
     ``suggest`` uses ``auto`` for a training step by default, unless the model cannot be replicated.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -24,6 +24,9 @@ from placer.schema.options import SolveOptions
 from placer.schema.profile import Edge, Layer, Profile
 from placer.utils.units import count_text
 from placer.utils.user_warnings import warn
+
+if TYPE_CHECKING:
+    from placer.schema.placement import Placement
 
 MOST_CHUNKS_OF_A_STEP = 10_000
 """Limit of the simulation, which takes longer than a second per device beyond it."""
@@ -298,6 +301,22 @@ class PlacementRequest(SolveOptions, Question):
             f"objective 'step' places a batch of {samples}, as many as the largest micro-batch"
             " that is measured, because neither batch_size nor chunks is given; give batch_size,"
             " the samples of a whole batch"
+        )
+
+    def warn_of_hooks(self, placement: Placement) -> None:
+        """Warn if a pipeline was placed, but the model runs through hooks.
+
+        Through hooks micro-batches run one after another, so the predicted speed-up is not reached.
+
+        Args:
+            placement: the answer to this request.
+        """
+        overlaps = self.objective in ("throughput", "step", "devices")
+        if self.profile.captured or not overlaps or len(set(placement.layer_devices.values())) < 2:
+            return
+        warn(
+            f"the model is not captured: {self.profile.not_captured_because}: micro-batches run one"
+            " after another, so the split does not reach the speed-up that is predicted"
         )
 
     @property

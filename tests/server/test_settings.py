@@ -106,8 +106,9 @@ def test_a_setting_that_cannot_be_used_is_told_what_it_should_be(monkeypatch, na
 def test_a_misspelt_variable_is_told_with_the_nearest_setting():
     # It was passed over without a word, and the service ran with the default.
     given = {"PLACER_WORKRES": "8", "PLACER_MAX_BODY_BYTE": "1", "PLACER_QUEUE": "3", "HOME": "/"}
-    assert misspelt(given) == [
+    assert misspelt(given | {"PLACER_PROT": "80"}) == [
         "PLACER_MAX_BODY_BYTE is not a setting; did you mean PLACER_MAX_BODY_BYTES?",
+        "PLACER_PROT is not a setting; did you mean PLACER_PORT?",
         "PLACER_WORKRES is not a setting; did you mean PLACER_WORKERS?",
     ]
 

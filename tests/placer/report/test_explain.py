@@ -112,9 +112,17 @@ def test_a_model_too_large_for_one_device_says_how_much_is_missing() -> None:
     single = SingleDevice(
         device="cuda:0", objective_value=22.1, fits=False, missing_bytes=int(1.2 * GIB)
     )
-    assert "does not fit on one device: short of 1.2 GiB on cuda:0" in explain(
+    assert "does not fit on one device: 1.2 GiB are missing on cuda:0" in explain(
         placement(single_device=single)
     )
+
+
+def test_a_training_step_of_one_micro_batch_says_that_it_is_no_pipeline() -> None:
+    # ``chunks`` was forgotten, and the reader saw a speed-up that no step reached.
+    remark = "one device works at a time; give chunks"
+    assert remark in row(explain(placement(chunks=1)), "batch       ")
+    for changes in ({"chunks": 4}, {"chunks": 1, "training": False}):
+        assert remark not in explain(placement(**changes))
 
 
 def test_a_placement_on_one_device_says_that_splitting_is_no_better() -> None:
@@ -458,3 +466,9 @@ def test_what_limits_a_placement_and_what_would_help_is_shown_where_it_was_asked
     assert "memory: cuda:1 is full" in row(text, "limited by")
     assert "2 GiB more on cuda:1: 13.10 ms, 1.07x" in row(text, "would help")
     assert "limited by" not in explain(placement())
+
+
+def test_the_kind_of_what_limits_a_placement_is_named_once() -> None:
+    limits = Limits(kind="memory", detail="memory: without its limits 9 ms instead of 14 ms")
+    shown = row(explain(placement(limits=limits)), "limited by")
+    assert shown == "limited by  memory: without its limits 9 ms instead of 14 ms"

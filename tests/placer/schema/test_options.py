@@ -15,6 +15,7 @@ from placer.estimator.estimate import estimate
 from placer.schema import (
     Constraints,
     EstimateOptions,
+    Placement,
     PlacementRequest,
     Profile,
     ProfileOptions,
@@ -177,6 +178,24 @@ def test_a_step_without_a_batch_is_warned_of(options: SolveOptions, warns: bool)
         warnings.simplefilter("always")
         request.warn_of_one_size(options)
     assert ["a batch of 2 samples" in str(one.message) for one in warned] == [True] * warns
+
+
+@pytest.mark.parametrize(
+    ("objective", "devices", "warns"),
+    [("throughput", "ab", True), ("latency", "ab", False), ("throughput", "a", False)],
+)
+def test_a_pipeline_of_a_model_that_runs_through_hooks_is_warned_of(
+    objective: Any, devices: str, warns: bool
+) -> None:
+    because = {"captured": False, "not_captured_because": "it branches on a value"}
+    hooked = profile(batch_size=2).model_copy(update=because)
+    where = {f"layer {name}": name for name in devices}
+    placement = Placement(status="feasible", objective=objective, layer_devices=where)
+    request = PlacementRequest(profile=hooked, objective=objective)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        request.warn_of_hooks(placement)
+    assert ["it branches on a value" in str(one.message) for one in warned] == [True] * warns
 
 
 def test_an_unknown_argument_is_answered_with_each_name_once() -> None:
