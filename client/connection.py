@@ -22,6 +22,7 @@ from .exchange import Call
 TIMEOUT_S = 10.0
 RETRIES = 4
 _LAST_PORT = 65_535
+_LONGEST_TIMEOUT_S = 1e6  # eleven days; the system's timers cannot wait for ever
 
 HEADERS = {
     "Content-Type": "application/json",
@@ -44,12 +45,14 @@ class BaseClient:
         url: The service's URL.
 
     Raises:
-        InputError: No server is given, its URL is invalid, or the key cannot be sent.
+        InputError: No server is given, its URL is invalid, the key cannot be sent, or a number is
+            out of range.
     """
 
     def __init__(self, server: str | None, timeout: float, retries: int, key: str | None) -> None:
         self.url = url_of(server)
         self._headers = request_headers(key)
+        _require_numbers(timeout, retries)
         self._endpoints = Endpoints(self.url, retries)
         self._timeout_s = timeout
 
@@ -87,6 +90,16 @@ def request_headers(key: str | None) -> dict[str, str]:
     return {**HEADERS, "Authorization": f"Bearer {given}"}
 
 
+def _require_numbers(timeout: Any, retries: Any) -> None:
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout <= _LONGEST_TIMEOUT_S:
+        raise InputError(
+            f"timeout is {timeout!r:.80}; give seconds above 0, at most {_LONGEST_TIMEOUT_S:g}"
+        )
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        raise InputError(f"retries is {retries!r:.80}; give a whole number from 0")
+
+
 def url_of(server: str | None) -> str:
     """Return the service's URL without a trailing slash.
 
@@ -102,13 +115,21 @@ def url_of(server: str | None) -> str:
         )
     try:
         url = httpx.URL(given)
-    except httpx.InvalidURL as error:
+        host = url.host  # decodes an internationalised name, which may be malformed
+        # The system's resolver encodes the name again, and refuses empty and long labels.
+        url.raw_host.decode("ascii").encode("idna")
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise InputError(
             f"server {given!r} is not a URL: {error}; an example is 'http://host:8080'"
         ) from error
-    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > _LAST_PORT:
+    if url.scheme not in ("http", "https") or not host or (url.port or 0) > _LAST_PORT:
         raise InputError(
             f"server {given!r} is not the URL of a service; an example is 'http://host:8080'"
+        )
+    if url.query or url.fragment or url.path.rstrip("/").endswith("/v1"):
+        raise InputError(
+            f"server {given!r} is the URL of a part of the service; leave out /v1 and what follows"
+            " '?' or '#': an example is 'http://host:8080'"
         )
     return given.rstrip("/")
 

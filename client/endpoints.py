@@ -324,7 +324,7 @@ class Endpoints(Sender):
             "cursor": cursor,
         }
         given = {name: value for name, value in filters.items() if value not in (None, "")}
-        return (yield from self._get(PlacementPage, f"/v1/placements?{urlencode(given)}"))
+        return (yield from self._get(PlacementPage, f"/v1/placements?{_query(given)}"))
 
     def request(self, id: str) -> Exchange[PlacementRequest]:
         """Request the question of a placement."""
@@ -367,7 +367,7 @@ class Endpoints(Sender):
         }
         parameters = [("node", _node_name(node)) for node in nodes]
         parameters += [(name, f"{value}") for name, value in network.items() if value is not None]
-        query = f"?{urlencode(parameters)}" if parameters else ""
+        query = f"?{_query(parameters)}" if parameters else ""
         reply = yield from self.send(Call("GET", f"/v1/cluster{query}", wait_s=MEASUREMENT_S))
         return self.read(Cluster, reply)
 
@@ -490,6 +490,8 @@ class _Deadline:
     """Time at which to stop waiting; infinite without a limit."""
 
     def __init__(self, wait_s: float | None) -> None:
+        if wait_s is not None and not (isinstance(wait_s, int | float) and wait_s == wait_s):
+            raise InputError(f"wait is {wait_s!r:.80}; give a number of seconds, or None")
         self.wait_s = wait_s if wait_s is not None else float("inf")
         self.end_s = time.monotonic() + self.wait_s
 
@@ -511,11 +513,27 @@ def _quoted(key: str) -> str:
         raise InputError(
             f"the id is {kind_of(key)}; give 32 hexadecimal digits, such as placement.id"
         )
-    return quote(key, safe="")
+    return _segment(key, "an id has 32 hexadecimal digits")
+
+
+def _segment(text: str, form: str) -> str:
+    """Return a text as one segment of a path.
+
+    Raises:
+        InputError: it is empty or a dot segment, which would lead to another path.
+    """
+    if text in ("", ".", ".."):
+        raise InputError(f"{text!r} names nothing; {form}")
+    return quote(text, safe="", errors="surrogatepass")
+
+
+def _query(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> str:
+    """Return a query; the service finds nothing for text that UTF-8 cannot express."""
+    return urlencode(given, errors="surrogatepass")
 
 
 def _node_path(name: str) -> str:
-    return f"/v1/nodes/{quote(_node_name(name), safe='')}"
+    return f"/v1/nodes/{_segment(_node_name(name), 'give the name of a node')}"
 
 
 def _node_name(node: str) -> str:

@@ -391,6 +391,8 @@ class Store:
             c.row, c.id, c.profile_id, c.complete, c.version, c.created_s, c.summary
         ).where(c.row < before)
         if text:
+            # PostgreSQL refuses NUL, and SQLite ends the text there; names are stored without it.
+            text = text.replace("\0", "\ufffd")
             model = c.summary["model"].as_string()
             query = query.where(
                 c.id.icontains(text, autoescape=True) | model.icontains(text, autoescape=True)

@@ -81,8 +81,10 @@ def has_tag(given: str, tag: str) -> bool:
 
 def accepts_gzip(given: str) -> bool:
     """Return whether an Accept-Encoding header allows gzip."""
+    allowed = {}
     for part in given.lower().split(","):
         name, _, options = part.partition(";")
-        if name.strip() in ("gzip", "*"):
-            return options.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
-    return False
+        weight = options.replace(" ", "")
+        allowed[name.strip()] = weight not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    # RFC 9110, section 12.5.3: * stands for the encodings that are not named.
+    return allowed.get("gzip", allowed.get("*", False))

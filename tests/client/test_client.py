@@ -620,3 +620,45 @@ def test_answers_are_not_lost_with_a_later_batch_that_fails(ask, request_):
     assert [str(one) for one in found[64:]] == [f"the service at {URL} answered 500: broken"] * 2
     with pytest.raises(ServerError, match="broken"):
         ask(Batches(calls=0), "place_many", many(request_, 66))
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+@pytest.mark.parametrize("rest", ["/v1", "/v1/", "/prefix/v1", "/?wait=1", "/#page"])
+def test_the_url_of_a_part_of_the_service_is_refused(client, rest):
+    # The client appends its paths, so that /v1 became /v1/v1, and a query swallowed the path.
+    with pytest.raises(InputError, match="leave out /v1 and what follows"):
+        client(f"http://host:8080{rest}")
+
+
+@pytest.mark.parametrize("host", ["a..b", ".", "a" * 64, "xn--"])
+def test_a_host_that_no_resolver_accepts_is_refused(host):
+    with pytest.raises(InputError, match="is not a URL"):
+        Client(f"http://{host}")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"timeout": value} for value in (-1, 0, "x", None, True, float("nan"), float("inf"))]
+    + [{"retries": value} for value in (-1, 1.5, "2", None, True)],
+)
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_a_number_that_a_client_cannot_use_is_named(client, given):
+    with pytest.raises(InputError, match=f"^{next(iter(given))} is "):
+        client("http://host", **given)
+
+
+@pytest.mark.parametrize("wait", ["5", float("nan"), [1]])
+def test_a_wait_that_is_no_number_of_seconds_is_named_and_not_sent(ask, request_, wait):
+    with pytest.raises(InputError, match=r"^wait is "):
+        ask(_unreached, "place", request_, wait)
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_a_name_that_would_lead_to_another_path_is_named_and_not_sent(ask, name):
+    for method in ("placement", "forget_node"):
+        with pytest.raises(InputError, match="names nothing"):
+            ask(_unreached, method, name)
+
+
+def _unreached(request: httpx.Request) -> httpx.Response:
+    raise AssertionError(f"{request.url} was asked for")

@@ -181,6 +181,14 @@ def test_a_model_whose_name_has_a_nul_is_listed(replica):
     assert [row["id"] for row in store.search("A", {}, 2**62, 5)] == ["x"]
 
 
+def test_a_text_with_a_nul_is_searched_for_alike_in_both_databases(replica):
+    # PostgreSQL refused the text, and the service answered 503; SQLite found every name.
+    store, _ = replica("a")
+    store.put("x", Answer(b"{}", True, "1"), rb'{"model": "a\u0000b"}')
+    store.put("y", Answer(b"{}", True, "1"), rb'{"model": "ab"}')
+    assert [row["id"] for row in store.search("a\0", {}, 2**62, 5)] == ["x"]
+
+
 @pytest.mark.parametrize(
     ("text", "filters", "found"),
     [("NET%", {}, "b"), ("", {"status": "optimal"}, "c"), ("", {}, "cba")],
