@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from math import isclose
 from typing import Any
 
 from placer.errors import InputError
-from placer.schema import DeviceLoad, Infeasibility, Placement, SingleDevice
+from placer.schema import DeviceLoad, Infeasibility, Placement, PlacementRequest, SingleDevice
 from placer.schema.base import LONGEST_MS, PROVEN_GAP
 from placer.solver import costs
 from placer.solver.pass_times import Assignment
@@ -160,7 +161,7 @@ def header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any]
     """Return the fields of a placement that its map does not change."""
     request, profile = problem.request, problem.request.profile
     return {
-        "id": request.content_hash(),
+        **of_request(request),
         "objective": request.objective,
         "method": method,
         "solve_time_s": solve_time_s,
@@ -168,12 +169,20 @@ def header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any]
         "granularity": profile.granularity,
         "training": problem.training,
         "optimizer": profile.optimizer if problem.training else None,
-        "optimizer_workspace_ratio": profile.optimizer_workspace_ratio if problem.training else 0.0,
         "batch_size": profile.batch_size,
         "batch_options": profile.batch_options,
         "chunks": request.chunks,
         "schedule": request.schedule,
         "contiguous": problem.one_stage_each,
+    }
+
+
+def of_request(request: PlacementRequest) -> dict[str, Any]:
+    """Return the fields that a placement has from its request alone."""
+    ratio = request.profile.optimizer_workspace_ratio
+    return {
+        "id": request.content_hash(),
+        "optimizer_workspace_ratio": ratio if request.is_training else 0.0,
         "links_through_host": tuple(
             (link.source, link.target) for link in request.placed_on.links if link.route == "host"
         ),
@@ -184,9 +193,8 @@ def device_loads(
     problem: Problem, assignment: Assignment, result: costs.Costs
 ) -> tuple[DeviceLoad, ...]:
     """Return the load of each device under an assignment, with the busiest devices marked."""
-    busiest = max(result.load_ms)
     layers = Counter(assignment)
-    return tuple(
+    return marked(
         DeviceLoad(
             device=device.name,
             layers=layers[index],
@@ -196,9 +204,18 @@ def device_loads(
             load_ms=result.load_ms[index],
             memory=result.memory[index],
             limit_bytes=device.usable_bytes,
-            bottleneck=isclose(result.load_ms[index], busiest, rel_tol=1e-9),
         )
         for index, device in enumerate(problem.devices)
+    )
+
+
+def marked(loads: Iterable[DeviceLoad]) -> tuple[DeviceLoad, ...]:
+    """Return the loads with the busiest devices marked."""
+    every = tuple(loads)
+    busiest = max(load.load_ms for load in every)
+    return tuple(
+        load.model_copy(update={"bottleneck": isclose(load.load_ms, busiest, rel_tol=1e-9)})
+        for load in every
     )
 
 

@@ -176,7 +176,7 @@ def _check_by_stage(request: PlacementRequest, placement: Placement) -> None:
     rate_of = by_stage.rates(request, found)
     reading = by_stage.UnitReading(found, repeated)
     in_flight.check_in_flight(repeated, own, reading)
-    times = by_stage.times_by_device(repeated, found)
+    times = times_of(repeated, where, found.members, found.units)
     if not is_step:
         by_stage.with_exchange(repeated, found, times, rate_of)
     equal("devices", [load.device for load in own.devices], [one.name for one in asked.devices])

@@ -36,6 +36,21 @@ def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
     return first
 
 
+def sources_and_readers(count: int, arcs: Iterable[Arc]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return, by vertex, where its arcs come from, and where they lead; in the order of the arcs.
+
+    Args:
+        count: the number of vertices.
+        arcs: pairs of a source and a vertex that reads from it.
+    """
+    sources: list[list[int]] = [[] for _ in range(count)]
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for source, reader in arcs:
+        sources[reader].append(source)
+        readers[source].append(reader)
+    return sources, readers
+
+
 def strong_components(
     count: int, arcs: Iterable[Arc], groups: Iterable[Sequence[int]]
 ) -> list[list[int]]:
@@ -86,11 +101,8 @@ def topological_order(
         rank: by vertex; its number if left out.
     """
     place = rank if rank is not None else range(count)
-    successors: list[list[int]] = [[] for _ in range(count)]
-    waiting = [0] * count
-    for source, target in set(arcs):
-        successors[source].append(target)
-        waiting[target] += 1
+    sources, successors = sources_and_readers(count, set(arcs))
+    waiting = [len(own) for own in sources]
     ready = [(place[vertex], vertex) for vertex in range(count) if not waiting[vertex]]
     heapq.heapify(ready)
     order = []

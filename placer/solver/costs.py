@@ -171,7 +171,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     # number of devices alone.
     if problem.request.objective == "step":
         pipeline = pipelines.pipeline_of(problem, assignment, stages, again)
-        if _by_segment(problem):
+        if by_segment(problem):
             held = SegmentMemory(problem, tuple(assignment), footprints)
             plan = pipelines.plan_of(
                 problem, pipeline, lambda flight: within_limits(problem, held.use(flight))
@@ -224,12 +224,12 @@ def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) 
         footprints: by device.
         stages: the devices that hold layers, in pipeline order.
     """
-    if not problem.may_recompute or _by_segment(problem):
+    if not problem.may_recompute or by_segment(problem):
         return frozenset()
     for_memory = problem.request.objective == "memory"
 
     def helps(device: int) -> bool:
-        one, flight = footprints(device), least_in_flight(problem, stages, device)
+        one, flight = footprints(device), problem.flight(len(stages) - stages.index(device))
         kept = one.total_bytes(flight, backwards=problem.backwards(flight))
         short = for_memory or kept > problem.devices[device].usable_bytes
         return short and one.total_bytes(flight, again=True) < kept
@@ -369,7 +369,7 @@ def _least_rooms(problem: Problem, stages: Sequence[int]) -> tuple[int, ...]:
     """
     if not problem.training or not problem.one_stage_each:
         return ()
-    return tuple(least_in_flight(problem, stages, device) for device in stages)
+    return tuple(problem.flight(left) for left in range(len(stages), 0, -1))
 
 
 def within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
@@ -380,20 +380,10 @@ def within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
     )
 
 
-def _by_segment(problem: Problem) -> bool:
+def by_segment(problem: Problem) -> bool:
     """Return whether micro-batches in flight are counted segment by segment."""
     kind = problem.request.objective, problem.request.schedule
     return problem.training and not problem.contiguous and kind == ("step", "interleaved")
-
-
-def least_in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
-    """Return the fewest micro-batches that a device must be able to hold at once in training."""
-    request = problem.request
-    if problem.one_stage_each and device in stages:
-        return schedule.least_in_flight(
-            request.schedule, len(stages), stages.index(device), request.chunks
-        )
-    return request.chunks
 
 
 def pipeline_order(

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Self
 
 from placer.errors import InputError
-from placer.schedule import gradient_pieces
+from placer.schedule import gradient_pieces, least_in_flight
 from placer.schema import Device, Layer, Link, PlacementRequest, Recompute
 from placer.schema.base import LARGEST_BYTES, LONGEST_MS, Tier
 from placer.solver.components import closed_groups, strong_components
@@ -181,6 +181,19 @@ class Problem:
     def backwards(self, flight: int) -> int:
         """Return the least number of micro-batches in flight with memory of their own backwards."""
         return flight if self.weights_apart and not self.one_stage_each else 1
+
+    def flight(self, stages_left: int) -> int:
+        """Return the fewest micro-batches that a stage must be able to hold at once.
+
+        Args:
+            stages_left: the number of stages from this one on.
+        """
+        request = self.request
+        if not self.training:
+            return 1
+        if not self.one_stage_each:
+            return request.chunks
+        return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     @cached_property
     def touching(self) -> tuple[tuple[int, ...], ...]:

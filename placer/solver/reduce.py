@@ -175,6 +175,14 @@ def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) ->
     return [net for net in nets if net.there_ms or net.back_ms]
 
 
+def cut_costs(nets: Iterable[Net]) -> dict[tuple[int, ...], float]:
+    """Return, by ends of nets, ascending, the time of the nets there and back if they are cut."""
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for net in nets:
+        found[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
+    return found
+
+
 def best_link(links: Sequence[Link]) -> Link:
     """Return a link that is as good as any of these."""
     return Link(

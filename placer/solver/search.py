@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, nextafter
 from time import monotonic
 
@@ -92,10 +92,7 @@ class Search:
 
     def quietly(self, work: float) -> Limits:
         """Return limits for a search of this much work whose placements are used when it ends."""
-        request = self.request
-        return Limits(
-            self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter
-        )
+        return replace(self.limits(work), progress=None)
 
     def over(self, share: float) -> bool:
         """Return whether a share of the time, or of the work, is over."""

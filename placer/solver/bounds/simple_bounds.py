@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from placer.solver.bounds.memory_bounds import least_of_all, least_of_nodes
 from placer.solver.bounds.min_cut_bound import cut_bound
 from placer.solver.bounds.work_sharing import least_work
+from placer.solver.components import sources_and_readers
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.solver.values import arcs_of, gradient_arcs
@@ -84,9 +85,7 @@ def longest_paths(
 
     Every arc runs with the order.
     """
-    inputs: list[list[int]] = [[] for _ in weight]
-    for source, target in arcs:
-        inputs[target].append(source)
+    inputs, _ = sources_and_readers(len(weight), arcs)
     finish = [0.0] * len(weight)
     for layer in order:
         finish[layer] = (

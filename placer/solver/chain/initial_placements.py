@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from placer.schema import Link
 from placer.solver.chain import optimal_cuts
-from placer.solver.components import topological_order
+from placer.solver.components import sources_and_readers, topological_order
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction, best_link, exchanges, reduced
@@ -141,9 +141,7 @@ def _late_order(
 
     All that a node needs comes right before it.
     """
-    before: list[list[int]] = [[] for _ in range(count)]
-    for source, reader in arcs:
-        before[reader].append(source)
+    before, _ = sources_and_readers(count, arcs)
     for sources in before:
         sources.sort(key=lambda node: rank[node])
     ordered = {node for arc in arcs for node in arc}
@@ -173,7 +171,7 @@ def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> 
 
     Cuts of it cut few values.
     """
-    sources, readers = _sources_and_readers(count, arcs)
+    sources, readers = sources_and_readers(count, arcs)
     waiting, unread = [len(nodes) for nodes in sources], [len(nodes) for nodes in readers]
     # opened[n]: how many more values wait for readers after n has run. A node that is the last
     # reader of its inputs closes more than it opens:
@@ -252,18 +250,6 @@ def _free_starts(problem: Problem, over: Over) -> Iterator[Start]:
                 for layer in group:
                     devices[layer] = (cut or ())[group[min(member, len(group) - 1)]]
             yield Start(devices, 0.0, "linear order")
-
-
-def _sources_and_readers(
-    count: int, arcs: set[tuple[int, int]]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return for each node its sources and its readers."""
-    sources: list[list[int]] = [[] for _ in range(count)]
-    readers: list[list[int]] = [[] for _ in range(count)]
-    for source, reader in arcs:
-        sources[reader].append(source)
-        readers[source].append(reader)
-    return sources, readers
 
 
 CLASS_ORDERS = 6

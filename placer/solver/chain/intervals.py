@@ -10,7 +10,6 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.schedule import least_in_flight
 from placer.solver.bounds import memory_bounds
 from placer.solver.chain.interval_peaks import TrainingMoments, inference_moments
 from placer.solver.problem import Problem
@@ -59,17 +58,12 @@ class Intervals:
             self._measure_memory()
 
     def flight(self, stages_left: int) -> int:
-        """Return the micro-batches that a stage must be able to hold.
+        """Return the micro-batches that a stage must be able to hold; 1 where memory is ample.
 
         Args:
             stages_left: the number of stages from this one on.
         """
-        request = self.problem.request
-        if not self.problem.training or not self._limited:
-            return 1
-        if not self.problem.one_stage_each:
-            return request.chunks
-        return least_in_flight(request.schedule, stages_left, 0, request.chunks)
+        return self.problem.flight(stages_left) if self._limited else 1
 
     def cost(self, device: int, flight: int) -> Table:
         """Return the cost of each interval as one stage on a device.

@@ -32,8 +32,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.schedule import least_in_flight
 from placer.solver.bounds.memory_bounds import can_bind, least_by_node, most_by_node
+from placer.solver.components import sources_and_readers
 from placer.solver.contiguous import ideal_frontiers
 from placer.solver.contiguous.class_windows import ClassNets, Graph, Windows
 from placer.solver.contiguous.ideal_frontiers import Between, Frontier, Range
@@ -67,19 +67,6 @@ class StageCapacity:
     def sets(self) -> int:
         """The number of sets whose memory was computed."""
         return self._cache.computed
-
-    def flight(self, stages_left: int) -> int:
-        """Return the micro-batches that a stage must be able to hold at once.
-
-        Args:
-            stages_left: the number of stages from this one on.
-        """
-        request = self._problem.request
-        if not self._problem.training:
-            return 1
-        if not self._problem.one_stage_each:
-            return request.chunks
-        return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def least(self, device: int, flight: int) -> Vector:
         """Return, by node, the least bytes that a stage uses for it."""
@@ -257,9 +244,7 @@ class _StageGraph(ideal_frontiers.Graph):
         pins = given.graph.nets.pins
         arcs = [(source, reader) for source, reader in given.graph.arcs.tolist()]
         self.count = pins.shape[1]
-        self.needs = [[] for _ in range(self.count)]
-        for source, reader in arcs:
-            self.needs[reader].append(source)
+        self.needs, _ = sources_and_readers(self.count, arcs)
         self.first, self.last = ideal_frontiers.along(arcs, windows.stages_of())
         self.cost_ms = np.zeros(len(pins)) if stage is None else windows.least_ms(stage)
         self.pins = pins.T.astype(np.float32)
@@ -386,7 +371,7 @@ class _Loads:
         self._exactly = self._capacity is not None and chains.memory != "sums"
         if self._capacity is not None:
             stages = len(chains.order)
-            self._flight = self._capacity.flight(stages - stage)
+            self._flight = given.problem.flight(stages - stage)
             limit = given.problem.devices[self._device].usable_bytes * (1 + ROUNDING)
             limits.append((self._capacity.least(self._device, self._flight), limit))
             if self._exactly:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver.chain.optimal_cuts import ROWS
+from placer.solver.components import sources_and_readers
 from placer.solver.contiguous.transfer_windows import Windows
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction, joined_nets
@@ -70,9 +71,7 @@ class Graph:
     ) -> None:
         self.count = len(nodes.nodes)
         arcs = sorted(nodes.arcs(arcs_of(problem.values)))
-        self.needs: list[list[int]] = [[] for _ in range(self.count)]
-        for source, reader in arcs:
-            self.needs[reader].append(source)
+        self.needs, _ = sources_and_readers(self.count, arcs)
         self.first, self.last = along(arcs, windows)
         for node in left_out:
             self.first[node] = self.last[node] = 0

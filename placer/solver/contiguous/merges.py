@@ -21,7 +21,6 @@ for minimum cuts.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +28,7 @@ from math import inf
 
 from placer.solver.bounds import memory_bounds
 from placer.solver.bounds.min_cut_bound import MOST_PINS, Cutter, alone_ms, least_ms, nets_by_pins
-from placer.solver.components import closed_groups
+from placer.solver.components import closed_groups, sources_and_readers
 from placer.solver.cpsat.stage_windows import neighbourhood
 from placer.solver.problem import ROUNDING, SAME, Problem
 from placer.solver.reduce import Net, Reduction, joined, joined_nets
@@ -236,8 +235,9 @@ class _Draw:
 
     def _in_order(self, centre: int, node: int) -> bool:
         before, behind = (bits[centre] for bits in self._neighbourhood)
-        return all(before >> other & 1 for other in self._sources[node]) and all(
-            behind >> other & 1 for other in self._readers[node]
+        sources, readers = (of[node] for of in self._sources_and_readers)
+        return all(before >> other & 1 for other in sources) and all(
+            behind >> other & 1 for other in readers
         )
 
     def _work(self, node: int, device: int) -> float:
@@ -252,24 +252,10 @@ class _Draw:
         return nets_of
 
     @cached_property
-    def _arcs(self) -> list[Pair]:
-        return sorted(self.nodes.arcs(arcs_of(self.problem.values)))
-
-    @cached_property
-    def _sources(self) -> dict[int, list[int]]:
-        return _by_first((reader, source) for source, reader in self._arcs)
-
-    @cached_property
-    def _readers(self) -> dict[int, list[int]]:
-        return _by_first(self._arcs)
+    def _sources_and_readers(self) -> tuple[list[list[int]], list[list[int]]]:
+        arcs = self.nodes.arcs(arcs_of(self.problem.values))
+        return sources_and_readers(len(self.nodes.nodes), arcs)
 
     @cached_property
     def _neighbourhood(self) -> tuple[list[int], list[int]]:
         return neighbourhood(self.problem, self.nodes)
-
-
-def _by_first(pairs: Iterable[Pair]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
-    for first, second in pairs:
-        found[first].append(second)
-    return found

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver.bounds.memory_bounds import can_bind, state_of_nodes
+from placer.solver.components import sources_and_readers
 from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 from placer.solver.values import arcs_of
@@ -136,9 +137,7 @@ def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) 
 
     ``order`` has the targets of arcs first.
     """
-    targets: list[list[int]] = [[] for _ in range(count)]
-    for source, target in arcs:
-        targets[source].append(target)
+    _, targets = sources_and_readers(count, arcs)
     reached = [0] * count
     for node in order:
         reached[node] = 1 << node

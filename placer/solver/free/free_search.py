@@ -190,12 +190,6 @@ def between_rounds(search: Search) -> None:
     _share_out(search, FINE, ENDS.prices)
 
 
-def _redivide_many(search: Search) -> None:
-    """Let a few devices redivide their nodes, where the integer program of all takes long."""
-    if search.open() and has_many_nodes(search.problem, search.nodes):
-        _redivide(search, ENDS.redivision)
-
-
 def _redivide(search: Search, share: float) -> None:
     """Let a few devices redivide their nodes, until a share of the time or the work is over."""
     is_free = not search.problem.contiguous and search.request.objective == "throughput"

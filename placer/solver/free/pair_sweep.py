@@ -14,7 +14,7 @@ proof.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from placer.schema.base import LONGEST_MS
 from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.free.loads import Loads
-from placer.solver.free.subset_sweep import Pins, order_of
+from placer.solver.free.subset_sweep import order_of
 from placer.solver.problem import Problem
-from placer.solver.reduce import Reduction
+from placer.solver.reduce import Reduction, cut_costs
 
 
 class Pin(IntFlag):
@@ -125,10 +125,7 @@ class Pairs:
         self.problem, self._allowed, self.loads = problem, nodes.allowed, Loads(problem, nodes)
         self.capacity = DeviceCapacity(problem, nodes)
         self._layers = [len(layers) for layers in nodes.nodes]
-        pins: dict[Pins, float] = defaultdict(float)
-        for net in self.loads.nets:
-            pins[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
-        self._order = order_of(len(nodes.nodes), pins)
+        self._order = order_of(len(nodes.nodes), cut_costs(self.loads.nets))
 
     def divisions(
         self,

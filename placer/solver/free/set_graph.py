@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -11,7 +11,7 @@ from math import inf
 from placer.schema import Link
 from placer.solver.free.subset_sweep import Pins, Step, sweep
 from placer.solver.problem import Problem
-from placer.solver.reduce import Reduction, best_link, joined_nets
+from placer.solver.reduce import Reduction, best_link, cut_costs, joined_nets
 
 MANY = 100
 """Pairs of a node and a device from which proofs by sets beat the integer program."""
@@ -138,8 +138,6 @@ def _cuts(
 
     The result is None where they have too many states.
     """
-    nets: dict[Pins, float] = defaultdict(float)
-    for net in joined_nets(problem, nodes, link) if link is not None else ():
-        nets[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
+    nets = cut_costs(joined_nets(problem, nodes, link) if link is not None else ())
     steps = sweep(len(nodes.nodes), nets)
     return (steps, nets) if steps is not None else (sweep(len(nodes.nodes), {}) or [], {})

@@ -20,6 +20,7 @@ from random import Random
 from typing import NamedTuple
 
 from placer.solver import costs
+from placer.solver.components import sources_and_readers
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.device_capacity import DeviceCapacity
 from placer.solver.latency.makespan import LinkTimes, Pass
@@ -43,12 +44,10 @@ class Quotient:
 
     def __init__(self, problem: Problem, nodes: Reduction, device: list[int]) -> None:
         self._device = device
-        self.before: list[list[int]] = [[] for _ in nodes.nodes]
-        self.after: list[list[int]] = [[] for _ in nodes.nodes]
+        arcs = sorted(nodes.arcs(arcs_of(problem.values)))
+        self.before, self.after = sources_and_readers(len(nodes.nodes), arcs)
         self._arcs = [[0] * len(problem.devices) for _ in problem.devices]
-        for source, reader in sorted(nodes.arcs(arcs_of(problem.values))):
-            self.after[source].append(reader)
-            self.before[reader].append(source)
+        for source, reader in arcs:
             self._arcs[device[source]][device[reader]] += 1
 
     def move(self, node: int, device: int) -> None:

@@ -29,9 +29,6 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined
 from placer.solver.values import Value
 
-TRIES = 3
-"""Lists that are scheduled in turn, each with the memory that the last one's devices needed."""
-
 
 def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
     """Return, by layer, its device, of some list schedules, which may break requirements.
@@ -44,26 +41,12 @@ def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
     for blocks in partitions(problem, nodes):
         listing = _Listing(problem, nodes, blocks, capacity)
         for order in (range(len(blocks.nodes)), listing.longest_way_first()):
-            for most in _numbers_of_devices(problem):
-                for _ in range(TRIES):
-                    devices = listing.schedule(order, most)
-                    if devices is None:
-                        break
-                    layers = blocks.spread(devices)
-                    yield layers
-                    if capacity.holds([layers[members[0]] for members in nodes.nodes]):
-                        break
-
-
-def _numbers_of_devices(problem: Problem) -> list[int]:
-    """Return how many devices a schedule may use.
-
-    Where they must not wait for each other, what comes late finds few.
-    """
-    numbers = [problem.most_devices]
-    while problem.contiguous and numbers[-1] // 2 >= max(2, problem.least_devices):
-        numbers.append(numbers[-1] // 2)
-    return numbers
+            devices = listing.schedule(order)
+            if devices is not None:
+                layers = blocks.spread(devices)
+                yield layers
+                # the next list is scheduled with the memory that these devices need
+                capacity.holds([layers[members[0]] for members in nodes.nodes])
 
 
 def partitions(problem: Problem, nodes: Reduction) -> Iterator[Reduction]:
@@ -136,12 +119,11 @@ class _Listing:
         )
         return topological_order(len(work), arcs, [-way for way in paths])
 
-    def schedule(self, order: Sequence[int], most: int) -> list[int] | None:
+    def schedule(self, order: Sequence[int]) -> list[int] | None:
         """Return, by block, the device on which it is done first; None if some block fits nowhere.
 
         Args:
             order: of the blocks.
-            most: the most devices that it may use.
         """
         place = [-1] * len(order)
         free, done = [0.0] * len(self._problem.devices), [0.0] * len(order)
@@ -156,7 +138,7 @@ class _Listing:
             size, count = self._size_bytes[block], len(self._blocks.nodes[block])
             end, chosen = inf, -1
             for device in self._able[block]:
-                if held.takes(device, sources, size, count, most):
+                if held.takes(device, sources, size, count):
                     start = max(free[device], self._there_ms(device, inputs))
                     if start + self._work_ms[block][device] < end:
                         end, chosen = start + self._work_ms[block][device], device
@@ -196,13 +178,11 @@ class _Held:
         """By device, those that wait for it, directly or not, where they must not wait for each
         other."""
 
-    def takes(
-        self, device: int, sources: set[int], size_bytes: int, layers: int, most: int
-    ) -> bool:
+    def takes(self, device: int, sources: set[int], size_bytes: int, layers: int) -> bool:
         """Return whether a device may take a block that reads from these devices."""
         problem, capacity = self._problem, self._capacity
         return (
-            (device in self._used or len(self._used) < most)
+            (device in self._used or len(self._used) < problem.most_devices)
             and (
                 problem.most_layers is None or self._layers[device] + layers <= problem.most_layers
             )

@@ -50,6 +50,7 @@ from ortools.linear_solver import pywraplp
 from placer.schema.base import Tier, copies_chosen_experts
 from placer.solver import pass_times
 from placer.solver.bounds.simple_bounds import fastest_ms
+from placer.solver.components import sources_and_readers
 from placer.solver.latency.resting_layers import RestingRules, least_sum
 from placer.solver.problem import Problem
 from placer.solver.values import arcs_of
@@ -289,11 +290,7 @@ def _rows(count: int, arcs: Sequence[tuple[int, int]]) -> list[int]:
         count: of the layers.
         arcs: pairs of a layer and a later one that reads its value, each once.
     """
-    sources: list[list[int]] = [[] for _ in range(count)]
-    readers: list[list[int]] = [[] for _ in range(count)]
-    for source, reader in arcs:
-        sources[reader].append(source)
-        readers[source].append(reader)
+    sources, readers = sources_and_readers(count, arcs)
     rows: list[int] = []
     number = 0
     for own in sources:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from placer.schema import Placement, PlacementRequest
 from placer.solver.referee import replicas
 from placer.solver.referee.claims import equal, require
-from placer.solver.referee.loads import Times, crossings, links_of
+from placer.solver.referee.loads import Times, crossings, links_of, unit_ends
 from placer.solver.referee.map_rules import check_used
 from placer.solver.referee.memory import Memory
 from placer.solver.referee.step import StepReading
@@ -159,52 +159,18 @@ class UnitReading(StepReading):
         return values, gradients
 
 
-def _unit_ends(found: Claim, ends: tuple[str, str]) -> list[tuple[str, str]]:
-    """Return, by unit, the devices that have it in two stages."""
-    source, target = (
-        [name for name in found.members[first] for _ in range(found.share(first))] for first in ends
-    )
-    return list(zip(source, target, strict=True))
-
-
 def _busiest_end(
     request: PlacementRequest, found: Claim, ends: tuple[str, str], size: int
 ) -> float:
     """Return the time of the device that sends, or receives, messages of so many bytes longest."""
     links = links_of(request)
     times: Counter[tuple[str, str]] = Counter()
-    for sender, receiver in _unit_ends(found, ends):
+    for sender, receiver in unit_ends(ends, found.members, found.units):
         require((sender, receiver) in links, f"there is no link from {sender!r} to {receiver!r}")
         time_ms = links[sender, receiver].transfer_ms(size)
         times["sends", sender] += time_ms  # type: ignore[assignment]
         times["receives", receiver] += time_ms  # type: ignore[assignment]
     return max(times.values())
-
-
-def times_by_device(request: PlacementRequest, found: Claim) -> dict[str, Times]:
-    """Return what each device of the cluster does for a micro-batch.
-
-    Args:
-        request: the question of a unit, with repeated forward passes.
-        found: the claim.
-    """
-    times = {device.name: Times() for device in request.devices}
-    kinds, links = {device.name: device.type for device in request.devices}, links_of(request)
-    for layer in request.profile.layers:
-        first = found.placement.layer_devices[layer.name]
-        one_ms = layer.forward_ms[kinds[first]] + layer.backward_ms[kinds[first]]
-        for name in found.members[first]:
-            times[name].compute_ms += found.share(first) * one_ms
-    for edge, source, target in crossings(request, found.placement.layer_devices):
-        for sender, receiver in _unit_ends(found, (source, target)):
-            there = links[sender, receiver].transfer_ms(edge.bytes)
-            times[sender].send_ms += there
-            times[receiver].receive_ms += there
-            if edge.gradient_bytes:
-                back = links[receiver, sender].transfer_ms(edge.gradient_bytes)
-                times[receiver].send_ms += back
-                times[sender].receive_ms += back
-    return times
 
 
 def with_exchange(

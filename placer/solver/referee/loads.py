@@ -6,8 +6,9 @@ second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from placer.schema import Edge, Link, PlacementRequest
 
@@ -34,23 +35,54 @@ class Times:
         return sum(parts) if request.transfers == "added" else max(parts)
 
 
-def times_of(request: PlacementRequest, where: Where) -> dict[str, Times]:
-    """Return, by device, what it does."""
+def times_of(
+    request: PlacementRequest,
+    where: Where,
+    members: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    units: int = 1,
+) -> dict[str, Times]:
+    """Return what each device of the cluster does for a micro-batch.
+
+    Args:
+        request: the question, of a unit.
+        where: by layer, its device.
+        members: by device of layers, all devices that hold them; that device alone by default.
+        units: of a micro-batch.
+    """
     times = {device.name: Times() for device in request.devices}
     types, links = {device.name: device.type for device in request.devices}, links_of(request)
     for layer in request.profile.layers:
-        name = where[layer.name]
-        times[name].compute_ms += layer.forward_ms[types[name]]
-        times[name].compute_ms += layer.backward_ms[types[name]] if request.is_training else 0.0
-    for edge, source, target in crossings(request, where):
-        there = edge.repeats * links[source, target].transfer_ms(edge.bytes)
+        device = where[layer.name]
+        own = members.get(device, (device,))
+        unit_ms = layer.forward_ms[types[device]]
+        unit_ms += layer.backward_ms[types[device]] if request.is_training else 0.0
+        for name in own:
+            times[name].compute_ms += units // len(own) * unit_ms
+    for edge, *ends in crossings(request, where):
         has_gradient = request.is_training and edge.gradient_bytes > 0
-        back = links[target, source].transfer_ms(edge.gradient_bytes) if has_gradient else 0.0
-        times[source].send_ms += there
-        times[source].receive_ms += back
-        times[target].send_ms += back
-        times[target].receive_ms += there
+        for source, target in unit_ends(ends, members, units):
+            there = edge.repeats * links[source, target].transfer_ms(edge.bytes)
+            back = links[target, source].transfer_ms(edge.gradient_bytes) if has_gradient else 0.0
+            times[source].send_ms += there
+            times[source].receive_ms += back
+            times[target].send_ms += back
+            times[target].receive_ms += there
     return times
+
+
+def unit_ends(
+    ends: Sequence[str], members: Mapping[str, Sequence[str]], units: int
+) -> list[tuple[str, str]]:
+    """Return, by unit of a micro-batch, the devices between which its value passes.
+
+    Args:
+        ends: the devices of the source's and the reader's layer.
+        members: as for ``times_of``.
+        units: as for ``times_of``.
+    """
+    own = [members.get(device, (device,)) for device in ends]
+    source, target = ([name for name in one for _ in range(units // len(one))] for one in own)
+    return list(zip(source, target, strict=True))
 
 
 def busiest_ms(request: PlacementRequest, where: Where) -> float:

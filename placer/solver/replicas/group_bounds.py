@@ -48,7 +48,6 @@ import numpy as np
 from placer.schedule.gradient_pieces import ADD_BYTES_PER_S
 from placer.solver import pipelines
 from placer.solver.problem import ROUNDING, Problem
-from placer.solver.replicas.gradient_exchange import last_pass_ms
 from placer.solver.replicas.group_costs import GroupModel
 from placer.solver.replicas.replication import loaded_rate
 from placer.solver.replicas.stage_ideals import Bools
@@ -150,32 +149,6 @@ class GroupBounds:
                     float(seconds[number, stop]),
                 ),
             )
-
-    def heaviest_layer(self) -> float:
-        """Return a bound on all plans, in whatever order: some stage has the heaviest layer."""
-        layers = range(len(self._problem.layers))
-        return max(
-            min(self._layer_bound(layer, count) for count in self.counts) for layer in layers
-        )
-
-    def _layer_bound(self, index: int, count: int) -> float:
-        """Return the least that a stage with this layer takes; infinite if it does not fit.
-
-        Further layers add more to the passes of a stage than they hide of its exchange.
-        """
-        problem, model, layer = self._problem, self._model, self._problem.layers[index]
-        units, chunks = model.units // count, problem.request.chunks
-        if _least_bytes(problem, index, count, units) > problem.devices[0].usable_bytes:
-            return np.inf
-        reduce, gather = self._byte_ms(count)
-        compute_ms = units * problem.compute_ms(index, 0)
-        if not self._is_step:
-            return (compute_ms + layer.grad_bytes * (reduce + gather) / chunks) / model.units
-        last_ms = last_pass_ms(problem, index, 0, problem.weights_apart)
-        exposed = max(0.0, reduce * layer.grad_bytes - last_ms)
-        waits = max(0.0, gather * layer.grad_bytes - problem.forward_ms[index][0])
-        slot_ms = pipelines.optimizer_ms(problem, index, 0) / count + exposed + waits
-        return (chunks * compute_ms + slot_ms) * (1 - ROUNDING)
 
     def _usable(self, part: Part) -> list[int]:
         return [count for count in self.counts if count <= part.devices]

@@ -6,7 +6,7 @@
     plans whose bound is not below the best objective are left out
 
 Stages begin and end at ideals (``stage_ideals.py``), so these are all plans. Where there are too
-many ideals, plans end at some of them, and single layers bound the answer.
+many ideals, plans end at some of them, and only the shared work bounds the others.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class GroupSearch:
         for choice in models:
             self.choices.append(choice)
             if not choice.bounds.tables.ideals.is_complete:
-                choice.bound = max(self.least, choice.bounds.heaviest_layer())
+                choice.bound = self.least
             begin = choice.bounds.first()
             if begin.bound < inf:
                 heap.append((begin.bound, 0, next(self._numbers), choice, begin, iter(())))

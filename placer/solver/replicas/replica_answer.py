@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from math import isclose
 from typing import Any
 
 from placer import schedule
@@ -24,6 +23,7 @@ from placer.solver.replicas.group_costs import Group, GroupCosts, GroupModel
 from placer.solver.replicas.group_search import GroupSearch
 from placer.solver.replicas.replica_shapes import Shape
 from placer.solver.replicas.uneven_shares import SharedBatch, UnevenShares
+from placer.solver.step.step_answer import step_of
 
 
 def placement_of_shape(request: PlacementRequest, shape: Shape, inner: Placement) -> Placement:
@@ -56,7 +56,7 @@ def placement_of_shape(request: PlacementRequest, shape: Shape, inner: Placement
             for device in request.devices
             if any(device.name in twins[again] for again in inner.recompute)
         ),
-        **of_request(request),
+        **answer.of_request(request),
     }
     if request.objective == "throughput":
         assert inner.objective_value is not None
@@ -120,7 +120,7 @@ def placement_of_shares(
         "tie_breaks": _ties([load.compute_ms for load in loads.values()])
         if request.break_ties
         else None,
-        **of_request(request),
+        **answer.of_request(request),
     }
     return placement.model_copy(update=changed)
 
@@ -190,34 +190,13 @@ def all_loads(request: PlacementRequest, known: Mapping[str, DeviceLoad]) -> tup
         request: the whole question.
         known: by name, the loads of devices that hold layers.
     """
-    return marked([known.get(one.name) or idle(one) for one in request.devices])
-
-
-def marked(loads: Sequence[DeviceLoad]) -> tuple[DeviceLoad, ...]:
-    """Return the loads with the busiest devices marked."""
-    busiest = max(load.load_ms for load in loads)
-    return tuple(
-        load.model_copy(update={"bottleneck": isclose(load.load_ms, busiest, rel_tol=1e-9)})
-        for load in loads
-    )
+    return answer.marked(known.get(one.name) or idle(one) for one in request.devices)
 
 
 def _ties(computes_ms: Collection[float], transfer_ms: float = 0.0) -> TieBreaks:
     """Return the reported rank; no other map is compared."""
     spread_ms = max(computes_ms) - min(computes_ms)
     return TieBreaks(transfer_ms=transfer_ms, imbalance_ms=spread_ms, proven=False)
-
-
-def of_request(request: PlacementRequest) -> dict[str, Any]:
-    """Return the fields that are the whole question's, not one pipeline's."""
-    profile = request.profile
-    return {
-        "id": request.content_hash(),
-        "optimizer_workspace_ratio": profile.optimizer_workspace_ratio,
-        "links_through_host": tuple(
-            (link.source, link.target) for link in request.placed_on.links if link.route == "host"
-        ),
-    }
 
 
 def finished(
@@ -312,13 +291,18 @@ def placement_of_groups(
         "stages": tuple(names[group.devices[0]] for group in groups),
         "in_flight": found.in_flight,
         "devices": all_loads(request, loads),
-        **of_request(request),
+        **answer.of_request(request),
     }
     if request.break_ties:
         transfer_ms = sum(found.send_ms.values()) + sum(found.receive_ms.values())
         changed["tie_breaks"] = _ties(found.compute_ms.values(), transfer_ms)
     if found.pipeline is not None:
-        changed["step"] = _step(request, groups, found)
+        assert found.plan is not None
+        counts = {stage: len(group.devices) for stage, group in enumerate(groups)}
+        exchanges = dict(enumerate(found.exchanges))
+        changed["step"] = step_of(
+            request, found.pipeline, found.plan, found.value, exchanges, counts
+        )
     header = answer.header(model.problem, "replicas by stage", 0.0)
     return Placement.model_validate(header | changed)
 
@@ -347,36 +331,6 @@ def loads_of_groups(
         for stage, group in enumerate(groups)
         for device in group.devices
     }
-
-
-def _step(request: PlacementRequest, groups: Sequence[Group], found: GroupCosts) -> Step:
-    """Return the step of the plan, without the choices."""
-    pipeline, plan = found.pipeline, found.plan
-    assert pipeline is not None and plan is not None
-    longest = max(found.exchanges, key=lambda one: (one.exposed_ms + one.waits_ms, one.total_ms))
-    timeline = schedule.simulate(pipeline, plan)
-    counts = [len(group.devices) for group in groups]
-    steady_state_ms, span_ms = schedule.steady_state_ms(pipeline, plan), timeline.step_ms
-    busy_ms = sum(count * timeline.busy_ms[stage] for stage, count in enumerate(counts))
-    if request.step_kind == "steady-state":
-        span_ms = steady_state_ms
-        busy_ms += sum(
-            count * one.optimizer_ms for count, one in zip(counts, found.exchanges, strict=True)
-        )
-    whole = request.whole_batch_size
-    bubble = 1 - busy_ms / (span_ms * sum(counts)) if span_ms else 0.0
-    return Step(
-        batch_size=whole,
-        samples_per_s=pipelines.samples_per_s(whole, found.value),
-        bubble=min(1.0, max(0.0, bubble)),
-        optimizer_ms=max(one.optimizer_ms for one in found.exchanges),
-        reduction_ms=longest.total_ms,
-        reduction_hidden_ms=max(0.0, longest.hidden_ms),
-        kind=request.step_kind,
-        isolated_ms=pipelines.isolated_ms(pipeline, plan),
-        steady_state_ms=steady_state_ms,
-        in_flight=plan.in_flight,
-    )
 
 
 def choices_of_groups(search: GroupSearch) -> list[StepChoice]:

@@ -19,6 +19,7 @@ from math import ceil
 from typing import Any
 
 from placer.schema import (
+    Cluster,
     Constraints,
     Device,
     PlacementRequest,
@@ -146,11 +147,7 @@ def question_of_pipeline(
     rules = _rules(request.constraints, replicas)
     if rules.max_devices == 0 or (rules.min_devices or 1) > len(devices):
         return None
-    names = {device.name for device in devices}
-    links = tuple(
-        link for link in request.placed_on.links if link.source in names and link.target in names
-    )
-    cluster = request.placed_on.model_copy(update={"devices": devices, "links": links})
+    cluster = _cluster_of(request, devices)
     changed: dict[str, Any] = {"cluster": cluster, "constraints": rules, "explain": False}
     if request.objective == "step":
         whole, rest = divmod(request.whole_batch_size, replicas)
@@ -166,6 +163,15 @@ def question_of_pipeline(
         changed |= {"chunks": chunks}
     own, *others = (shared_profile(profile, replicas) for profile in profiles)
     return request.model_copy(update=changed | {"profile": own, "profiles": tuple(others)})
+
+
+def _cluster_of(request: PlacementRequest, devices: tuple[Device, ...]) -> Cluster:
+    """Return the cluster of some devices and the links between them."""
+    names = {device.name for device in devices}
+    links = tuple(
+        link for link in request.placed_on.links if link.source in names and link.target in names
+    )
+    return request.placed_on.model_copy(update={"devices": devices, "links": links})
 
 
 def pipelines_of(
@@ -209,9 +215,6 @@ def question_of_replicas(
     is_between = every[0].batch_size <= share <= every[-1].batch_size and can_interpolate(every)
     if not device_of.keys() >= set(names) or not (is_measured or is_between):
         return None
-    links = tuple(
-        link for link in request.placed_on.links if link.source in names and link.target in names
-    )
     devices = tuple(device_of[name] for name in names)
     # Rules that name or count devices are about all pipelines.
     rules = request.constraints.model_copy(
@@ -228,7 +231,7 @@ def question_of_replicas(
             "profile": shared_profile(profile_of_share(every, share), count),
             "profiles": (),
             "batch_size": None,
-            "cluster": request.placed_on.model_copy(update={"devices": devices, "links": links}),
+            "cluster": _cluster_of(request, devices),
             "chunks": chunks,
             "schedule": order,
             "constraints": rules,

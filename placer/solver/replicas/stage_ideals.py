@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver import pipelines
-from placer.solver.components import closed_groups
+from placer.solver.components import closed_groups, sources_and_readers
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined
 from placer.solver.values import arcs_of
@@ -137,15 +137,13 @@ def _dead_ends(
     problem: Problem, readers: Sequence[frozenset[int]], free: frozenset[int]
 ) -> list[tuple[int, int]]:
     """Return pairs of a layer without costs that nobody reads, and the one layer that it reads."""
-    sources: dict[int, set[int]] = {}
-    for source, layers in enumerate(readers):
-        for layer in layers:
-            sources.setdefault(layer, set()).add(source)
+    arcs = ((source, layer) for source, layers in enumerate(readers) for layer in layers)
+    sources, _ = sources_and_readers(len(readers), arcs)
     return [
-        (min(read), layer)
-        for layer, read in sources.items()
-        if not readers[layer] and len(read - free) == 1 and _is_free(problem, layer)
-        for read in [read - free]
+        (read[0], layer)
+        for layer, every in enumerate(sources)
+        for read in [[source for source in every if source not in free]]
+        if not readers[layer] and len(read) == 1 and _is_free(problem, layer)
     ]
 
 

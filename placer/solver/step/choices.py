@@ -80,7 +80,7 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
     changed = {"objective": "throughput", "transfers": "overlapped", "break_ties": False}
     # Transfers have lanes of their own in a step, so they overlap with compute.
     asked = problem.request.model_copy(update=changed)
-    if by_segment(problem):
+    if costs.by_segment(problem):
         asked = asked.model_copy(update={"chunks": held})
     return replace(problem, request=asked)
 
@@ -93,11 +93,6 @@ def work_alone(problem: Problem) -> Problem:
         for a in numbers
     )
     return replace(problem, links=links)
-
-
-def by_segment(problem: Problem) -> bool:
-    """Return whether micro-batches in flight are counted segment by segment."""
-    return problem.request.schedule == "interleaved" and not problem.contiguous
 
 
 def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from placer import schedule
+from placer.schedule import Pipeline, Plan
 from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, TieBreaks
 from placer.solver import answer, costs, pipelines
 from placer.solver.cpsat import ties
@@ -42,10 +43,15 @@ def found(
     placement = answer.found(best.problem, best.devices, bound, method, time_s)
     single = single_device([choice.problem for choice in choices])
     speedup = single.objective_value / best.value if best.value else None
+    # the answer may have renamed devices that are alike
+    result = costs.costs_of(best.problem, best.problem.assignment_of(placement.layer_devices))
+    assert result.pipeline is not None and result.plan is not None
+    alone = dict.fromkeys(result.pipeline.places, 1)
+    step = step_of(
+        request, result.pipeline, result.plan, best.value, result.exchanges, alone
+    ).model_copy(update={"choices": tuple(map(said, choices))})
     fields = {"id": request.content_hash(), "single_device": single, "speedup": speedup}
-    return placement.model_copy(
-        update=fields | {"step": _step(request, choices, best, placement), "tie_breaks": broken}
-    )
+    return placement.model_copy(update=fields | {"step": step, "tie_breaks": broken})
 
 
 def incumbent(
@@ -112,37 +118,50 @@ def single_device(problems: Sequence[Problem]) -> SingleDevice:
     return min(singles, key=lambda single: (not single.fits, single.objective_value, single.device))
 
 
-def _step(
-    request: PlacementRequest, choices: Sequence[Choice], best: Choice, placement: Placement
+def step_of(
+    request: PlacementRequest,
+    pipeline: Pipeline,
+    plan: Plan,
+    step_ms: float,
+    exchanges: Mapping[int, Exchange],
+    devices_of: Mapping[int, int],
 ) -> Step:
-    """Return the step of the placement with renamed devices."""
-    problem = best.problem
-    result = costs.costs_of(problem, problem.assignment_of(placement.layer_devices))
-    assert result.pipeline is not None and result.plan is not None
-    pipeline, plan = result.pipeline, result.plan
-    optimizer = pipeline.optimizer_by_device()
-    if result.exchanges:
-        optimizer = {device: one.optimizer_ms for device, one in result.exchanges.items()}
+    """Return the step of a pipeline as data, without choices.
+
+    Args:
+        request: the whole question.
+        pipeline: its stages.
+        plan: the order of their passes.
+        step_ms: its time, isolated or steady-state as the request asks for.
+        exchanges: by place of the pipeline, what it exchanges with its replicas; empty without
+            replicas.
+        devices_of: by place, the number of its devices.
+    """
+    optimizer_ms = pipeline.optimizer_by_device() | {
+        place: one.optimizer_ms for place, one in exchanges.items()
+    }
     longest = max(
-        result.exchanges.values(),
+        exchanges.values(),
         key=lambda one: (one.exposed_ms + one.waits_ms, one.total_ms),
         default=NO_EXCHANGE,
     )
     timeline = schedule.simulate(pipeline, plan)
-    steady_state_ms, bubble = schedule.steady_state_ms(pipeline, plan), timeline.bubble
-    if pipelines.is_steady_state(problem) and steady_state_ms > 0:
-        busy = sum(timeline.busy_ms.values()) + sum(optimizer.values())
-        bubble = 1 - busy / (steady_state_ms * len(timeline.busy_ms))
+    steady_state_ms, span_ms = schedule.steady_state_ms(pipeline, plan), timeline.step_ms
+    busy_ms = sum(devices_of[place] * own for place, own in timeline.busy_ms.items())
+    if request.step_kind == "steady-state":
+        span_ms = steady_state_ms
+        busy_ms += sum(devices_of[place] * own for place, own in optimizer_ms.items())
+    bubble = 1 - busy_ms / (span_ms * sum(devices_of.values())) if span_ms else 0.0
+    whole = request.whole_batch_size
     return Step(
-        batch_size=request.whole_batch_size,
-        samples_per_s=pipelines.samples_per_s(request.whole_batch_size, best.value),
+        batch_size=whole,
+        samples_per_s=pipelines.samples_per_s(whole, step_ms),
         bubble=min(1.0, max(0.0, bubble)),
-        optimizer_ms=max(optimizer.values(), default=0.0),
+        optimizer_ms=max(optimizer_ms.values(), default=0.0),
         reduction_ms=longest.total_ms,
         reduction_hidden_ms=max(0.0, longest.hidden_ms),
         kind=request.step_kind,
         isolated_ms=pipelines.isolated_ms(pipeline, plan),
         steady_state_ms=steady_state_ms,
         in_flight=plan.in_flight,
-        choices=tuple(map(said, choices)),
     )

@@ -45,7 +45,6 @@ from placer.solver.step.choices import (
     Choice,
     bottleneck_of,
     bounded,
-    by_segment,
     choice_of,
     in_order,
     questions,
@@ -365,7 +364,7 @@ class StepSearch:
         """
         found = self._searched(choice, choice.bottleneck, share)
         is_over = self._over(choice, share)
-        if found and not is_over and choice.devices is None and by_segment(choice.problem):
+        if found and not is_over and choice.devices is None and costs.by_segment(choice.problem):
             found += self._searched(
                 choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share
             )

@@ -22,7 +22,7 @@ from placer.errors import InputError
 from placer.evaluation.compare import compare
 from placer.evaluation.evaluate import evaluate, evaluated, map_of
 from placer.schema import Constraints, LayerMap, Placement, PlacementRequest, Profile, Replica
-from placer.solver.referee import by_stage
+from placer.solver.referee import by_stage, loads
 from placer.solver.solve import solve
 
 CASES = math.ceil(120 * SHARE)
@@ -200,7 +200,7 @@ def test_loads_and_memory_of_every_plan_are_those_of_the_referee(order: str) -> 
                 stages=found.stages,
             )
             claim = by_stage.claim(request, claimed)
-            times = by_stage.times_by_device(claim.request, claim)
+            times = loads.times_of(claim.request, claimed.layer_devices, claim.members, claim.units)
             first_of = by_stage.firsts(claim)
             for load in found.devices:
                 own = times[load.device]

@@ -61,7 +61,7 @@ def test_stages_have_what_the_cost_model_says_and_sums_are_no_more(request, seed
     for chosen, result in Random(seed).sample(some, min(20, len(some))):
         for place, device in enumerate(result.stages):
             members = chosen == device
-            flight = room.flight(len(result.stages) - place)
+            flight = problem.flight(len(result.stages) - place)
             use = result.least_memory[device].total_bytes
             assert (
                 room.least(device, flight)[members].sum() <= use <= room.most(flight)[members].sum()
