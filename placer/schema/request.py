@@ -196,6 +196,11 @@ class PlacementRequest(SolveOptions, Question):
                 "training is asked for, and objective 'generation' places inference; give "
                 "training=False, or another objective"
             )
+        if self.break_ties:
+            raise ValueError(
+                "break_ties: objective 'generation' does not choose among equally fast placements; "
+                "leave break_ties out"
+            )
         if token is None:
             raise ValueError(
                 "token_profile is missing: objective 'generation' needs a profile of a pass of one "

@@ -193,8 +193,14 @@ def profile_of_share(profiles: Sequence[Profile], samples: int) -> Profile:
 
 
 def can_interpolate(profiles: Sequence[Profile]) -> bool:
-    """Return whether all profiles have the same values between the same layers."""
-    first, *others = ([(edge.source, edge.targets) for edge in one.edges] for one in profiles)
+    """Return whether all profiles have the same values between the same layers, and parameters."""
+    first, *others = (
+        (
+            [(edge.source, edge.targets) for edge in one.edges],
+            [(layer.param_bytes, layer.grad_bytes) for layer in one.layers],
+        )
+        for one in profiles
+    )
     return all(other == first for other in others)
 
 

@@ -424,6 +424,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         },
         "runs against the order of the layers",
     ),
+    "ties to break": ({"break_ties": True}, "break_ties: objective 'generation' does not choose"),
 }
 
 

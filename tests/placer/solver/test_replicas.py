@@ -99,6 +99,23 @@ def has_uneven_shares(placement):
     return any(len({one.samples for one in own}) > 1 for own in placement.replicas.values())
 
 
+def test_sizes_with_other_parameters_are_not_interpolated():
+    tried = 0
+    for seed in range(UNLIKE_CASES):
+        request = drawn_request(seed, devices=(2, 3), unlike=True)
+        largest = max(request.profiles, key=lambda one: one.batch_size, default=None)
+        if largest is None or not request.profile.layers[0].grad_bytes:
+            continue
+        first, *rest = largest.layers
+        layers = (first.model_copy(update={"grad_bytes": 0}), *rest)
+        other = largest.model_copy(update={"layers": layers})
+        profiles = tuple(other if one is largest else one for one in request.profiles)
+        found = solve(request.model_copy(update={"profiles": profiles}))
+        assert not has_uneven_shares(found)
+        tried += 1
+    assert tried
+
+
 def test_replicas_for_another_engine_have_the_best_equal_shares():
     uneven = 0
     for request in requests_of_whole_copies():
