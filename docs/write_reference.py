@@ -2,6 +2,7 @@
 
     docs/reference/rest.md        every endpoint, from the service's OpenAPI document
     docs/reference/settings.md    every setting, from the docstring and the fields of ``Settings``
+    docs/reference/renames.md     the renamed fields of JSON, from the reader of older versions
 
 A section lies between ``<!-- generated -->`` and ``<!-- end generated -->``. A test compares the
 sections with what this program writes.
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from placer.schema.versions import RENAMED
 from placer_server.app import create_app
 from placer_server.settings import Settings
 
@@ -129,9 +131,27 @@ def _attributes(docstring: str) -> dict[str, str]:
     return {name: " ".join(text.split()).replace("``", "`") for name, text in found}
 
 
+def renamed_fields() -> str:
+    """Return the table of every field and value that version 2 of the wire types renamed."""
+    lines = ["| type | version 1 | version 2 |", "| --- | --- | --- |"]
+    for kind, renames in sorted(RENAMED["1"].items()):
+        words = {field: dict(values) for field, values in renames.values.items()}
+        for before, now in renames.fields.items():
+            lines.append(f"| `{kind}` | `{before}` | `{now}`{_new_words(words.pop(now, {}))} |")
+        for field, values in words.items():
+            lines.append(f"| `{kind}` | `{field}` | `{field}`{_new_words(values)} |")
+    return "\n".join(lines)
+
+
+def _new_words(values: Mapping[str, str]) -> str:
+    changes = (f"`{before}` is now `{now}`" for before, now in values.items())
+    return f": {', '.join(changes)}" if values else ""
+
+
 SECTIONS: Mapping[str, Callable[[], str]] = {
     "rest.md": endpoints,
     "settings.md": settings,
+    "renames.md": renamed_fields,
 }
 """By page, what makes its section."""
 
