@@ -107,17 +107,27 @@ def _check_shares(request: PlacementRequest, placement: Placement) -> None:
 
 def pipelines(request: PlacementRequest, placement: Placement) -> list[PipelineClaim]:
     """Return each pipeline as a placement of its own; shares have been checked."""
-    count = len(next(iter(placement.replicas.values())))
-    return [_pipeline(request, placement, number, count) for number in range(count)]
+    shares = [one.samples for one in next(iter(placement.replicas.values()))]
+    profiles = {
+        samples: with_part_of_optimizer(_profile_of(request, samples), len(shares))
+        for samples in set(shares)
+    }
+    return [
+        _pipeline(request, placement, number, len(shares), samples, profiles[samples])
+        for number, samples in enumerate(shares)
+    ]
 
 
 def _pipeline(
-    request: PlacementRequest, placement: Placement, number: int, count: int
+    request: PlacementRequest,
+    placement: Placement,
+    number: int,
+    count: int,
+    samples: int,
+    profile: Profile,
 ) -> PipelineClaim:
     name_of = {first: members[number].device for first, members in placement.replicas.items()}
     own = set(name_of.values())
-    samples = next(iter(placement.replicas.values()))[number].samples
-    profile = with_part_of_optimizer(_profile_of(request, samples), count)
     links = tuple(
         link for link in request.placed_on.links if link.source in own and link.target in own
     )
