@@ -126,7 +126,7 @@ def suggest(
     )
     with waiting("solving", progress):
         placement = answer(request, server)
-    request.warn_of_hooks(placement)
+    request.warn_of_hooks(placement.layer_devices)
     return _with_host_time(or_error(placement, request.time_limit_s), model, example_inputs, asked)
 
 

@@ -189,7 +189,7 @@ def answer(request: PlacementRequest, server: str | None, printed: Printed) -> N
     with spinner(f"asking {server}" if server else "solving"):
         placement = solve_anywhere(request, server)
     printed.emit(placement)
-    request.warn_of_hooks(placement)
+    request.warn_of_hooks(placement.layer_devices)
     _require_found(placement, request.time_limit_s)
     raise typer.Exit(0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -24,9 +24,6 @@ from placer.schema.options import SolveOptions
 from placer.schema.profile import Edge, Layer, Profile
 from placer.utils.units import count_text
 from placer.utils.user_warnings import warn
-
-if TYPE_CHECKING:
-    from placer.schema.placement import Placement
 
 MOST_CHUNKS_OF_A_STEP = 10_000
 """Limit of the simulation, which takes longer than a second per device beyond it."""
@@ -308,16 +305,16 @@ class PlacementRequest(SolveOptions, Question):
             " the samples of a whole batch"
         )
 
-    def warn_of_hooks(self, placement: Placement) -> None:
+    def warn_of_hooks(self, layer_devices: Mapping[str, str]) -> None:
         """Warn if a pipeline was placed, but the model runs through hooks.
 
         Through hooks micro-batches run one after another, so the predicted speed-up is not reached.
 
         Args:
-            placement: the answer to this request.
+            layer_devices: the device of each layer, in the answer to this request.
         """
         overlaps = self.objective in ("throughput", "step", "devices")
-        if self.profile.captured or not overlaps or len(set(placement.layer_devices.values())) < 2:
+        if self.profile.captured or not overlaps or len(set(layer_devices.values())) < 2:
             return
         warn(
             f"the model is not captured: {self.profile.not_captured_because}: micro-batches run one"

@@ -194,7 +194,7 @@ def test_a_pipeline_of_a_model_that_runs_through_hooks_is_warned_of(
     request = PlacementRequest(profile=hooked, objective=objective)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        request.warn_of_hooks(placement)
+        request.warn_of_hooks(placement.layer_devices)
     assert ["it branches on a value" in str(one.message) for one in warned] == [True] * warns
 
 
