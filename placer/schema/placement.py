@@ -279,6 +279,16 @@ class Step(Wire):
     in_flight: tuple[Annotated[int, Field(ge=1)], ...] = ()
     choices: tuple[StepChoice, ...] = ()
 
+    @property
+    def alone_ms(self) -> float | None:
+        """Return ``isolated_ms``, which had this name in schema version 1."""
+        return self.isolated_ms
+
+    @property
+    def in_a_row_ms(self) -> float | None:
+        """Return ``steady_state_ms``, which had this name in schema version 1."""
+        return self.steady_state_ms
+
 
 class ShardedStep(Wire):
     """A step of fully sharded data parallelism (FSDP2) on all devices, as predicted.

@@ -467,3 +467,8 @@ def test_any_object_that_version_1_would_have_written_is_read_again(found):
     assert before["schema_version"] == "1" and before != found.model_dump(mode="json")
     assert type(found).model_validate(before) == found
     assert read_json(type(found), json.dumps(before), strict=True) == found
+
+
+def test_programs_read_the_times_of_a_step_by_their_names_of_version_1() -> None:
+    step = Step(batch_size=1, samples_per_s=None, bubble=0.0, isolated_ms=3.0, steady_state_ms=2.0)
+    assert (step.alone_ms, step.in_a_row_ms) == (3.0, 2.0)
